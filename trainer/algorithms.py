@@ -128,6 +128,23 @@ def gmpo() -> dict[str, Any]:
     }
 
 
+def dppo() -> dict[str, Any]:
+    """Divergence proximal policy optimization: Qi et al. 2026, arXiv 2602.04879, with total variation.
+
+    Dr. GRPO, as its authors' recipe has it, where a token is left out once its probability is more than 0.15
+    from the engine's and the advantage leads on: a rare token may move by a large ratio, a likely one may
+    not.
+    """
+    return {
+        "advantage": "centred",
+        "clip": "divergence",
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "aggregation": "constant",
+        "keep_flat_groups": True,
+    }
+
+
 def maxrl() -> dict[str, Any]:
     """Maximum likelihood reinforcement learning: Tajwar et al. 2026, arXiv 2602.02710.
 
@@ -239,6 +256,7 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
+    "dppo": dppo,
     "maxrl": maxrl,
     "gdpo": gdpo,
     "rloo": rloo,

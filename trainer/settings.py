@@ -40,15 +40,16 @@ class TrainerSettings(Settings):
     (beta of DPO, arXiv 2305.18290)."""
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
-    clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "none", "likelihood"] = "ppo"
+    clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"] = "ppo"
     """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; SAPO's
-    gate; GMPO's geometric mean of clipped ratios; nothing; or no ratio at all, A log pi
-    (likelihood)."""
+    gate; GMPO's geometric mean of clipped ratios; DPPO's bounds of the probability; nothing; or no ratio at
+    all, A log pi (likelihood)."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476); with clip=geometric its
-    logarithm to [-clip_low, clip_high]."""
+    logarithm to [-clip_low, clip_high]. With clip=divergence no
+    gradient leads a token's probability further than that below or above the engine's."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
     aggregation: Literal["token", "sequence", "sum", "constant"] = "token"

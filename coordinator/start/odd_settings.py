@@ -11,7 +11,7 @@ from coordinator.start.inputs import Inputs
 from coordinator.start.refusals import ENDLESS
 from rollout.settings import RolloutSettings
 
-CLIPS = ("ppo", "dual", "cispo", "geometric")
+CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")
 """Values of trainer.clip that have bounds."""
 WORKS_WITH = {
     "trainer.kl_coefficient": ("trainer.kl", ("k3", "k1", "k2")),

@@ -76,6 +76,7 @@ ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "cispo": STANDARDISED,
     "sapo": {**STANDARDISED, **FLAT},
     "gmpo": {**STANDARDISED, **FLAT},
+    "dppo": {**CENTRED, **FLAT},
     "maxrl": {(0, 0): 1.4, (0, 1): -1.0, (0, 2): -0.4, (1, 0): -1.0, (1, 1): 1.0, **FLAT},
     "gdpo": {key: a / std([*BOTH.values()]) for key, a in BOTH.items()},
     "rloo": {(0, 0): 0.875, (0, 1): -0.625, (0, 2): -0.25, (1, 0): -2.0, (1, 1): 2.0, **FLAT},
@@ -170,6 +171,17 @@ def gmpo(rows: list[Row], at: list[Row]) -> float:
     return -total / len(rows)
 
 
+def dppo(rows: list[Row], at: list[Row]) -> float:
+    """Binary total variation: |pi - mu| of the sampled token, in the direction of the advantage."""
+    total = 0.0
+    for (new, old, engine, _, a), (now, *_) in zip(rows, at, strict=True):
+        for n, m, o, e in zip(new, now, old, engine, strict=True):
+            moved = exp(m) - exp(e)
+            is_left_out = abs(moved) > 0.15 and (moved > 0) == (a > 0)
+            total += 0.0 if is_left_out else tis(o, e) * exp(n - o) * a
+    return -total / (len(rows) * MAX_TOKENS)
+
+
 def rloo(rows: list[Row], at: list[Row]) -> float:
     total = 0.0
     for new, old, engine, _, a in rows:
@@ -208,6 +220,7 @@ LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
+    "dppo": dppo,
     "maxrl": rloo,
     "gdpo": without_kl,
     "rloo": rloo,

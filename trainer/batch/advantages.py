@@ -41,12 +41,15 @@ def _success(rewards: Values) -> Values:
     return (rewards - rewards.mean()) / rewards.mean()
 
 
-def decoupled(values: ArrayLike, weights: ArrayLike) -> Values:
+def decoupled(values: Sequence[Sequence[float]], weights: Sequence[float]) -> Values:
     """(n,) the weighted sum of several rewards of a group's samples, `values` (n, K), each standardised
     within the group before its weight (K,) counts: one that varies much does not drown the others (GDPO,
     arXiv 2601.05242).
     """
-    return np.stack([_standardised(column) for column in np.asarray(values, np.float64).T], 1) @ weights
+    columns = np.array(values, dtype=np.float64).T
+    return np.sum(
+        [weight * _standardised(column) for column, weight in zip(columns, weights, strict=True)], axis=0
+    )
 
 
 def _pair(rewards: Values) -> Values:

@@ -58,7 +58,7 @@ def policy_loss(
     """
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
-    objective, cut_off = _objective(ratio, logprobs, advantages, sequences, settings)
+    objective, cut_off = _objective(ratio, logprobs, engine_logprobs, advantages, sequences, settings)
     log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
     weight = _correction(log_mismatch, sequences, settings)
     terms = -weight * objective
@@ -93,7 +93,12 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: 
 
 
 def _objective(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequences: Tensor, settings: TrainerSettings
+    ratio: Tensor,
+    logprobs: Tensor,
+    engine_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    settings: TrainerSettings,
 ) -> tuple[Tensor, Tensor]:
     """(N,) what is to be maximised, and (N,) bool, where the clip has cut off or weakened its gradient.
 
@@ -102,7 +107,9 @@ def _objective(
     A (4 / t) sigmoid(t (rho - 1)), a gate whose slope is 1 at rho = 1 and less on both sides (SAPO, arXiv
     2511.20347); weakened is what has less than half. geometric: A times the geometric mean of the sequence's
     ratios, with log rho clipped to [-clip_low, clip_high] where the advantage leads further out (GMPO, arXiv
-    2507.20673). likelihood: A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
+    2507.20673). divergence: rho A, but 0 where the advantage leads away from the engine's mu and pi - mu, the
+    probability that has moved, is outside of [-clip_low, clip_high] (binary total variation: DPPO, arXiv
+    2602.04879). likelihood: A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
     """
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     match settings.clip:
@@ -128,6 +135,11 @@ def _objective(
             )
             mean = _means(kept.detach(), sequences)[sequences]
             return torch.exp(mean + kept - kept.detach()) * advantages, kept != log_ratio
+        case "divergence":
+            change = logprobs.detach().exp() - engine_logprobs.exp()
+            is_far = torch.where(advantages > 0, change > settings.clip_high, change < -settings.clip_low)
+            is_far &= advantages != 0
+            return torch.where(is_far, 0.0, ratio * advantages), is_far
         case "dual":
             bounded = torch.minimum(ratio * advantages, clipped * advantages)
             floor = torch.where(advantages < 0, settings.dual_clip * advantages, -torch.inf)

@@ -22,7 +22,7 @@ TOTALS = Totals(tokens=10, sequences=5, max_tokens=8)
 COMBINATIONS = list(
     itertools.product(
         ["token", "sequence"],
-        ["ppo", "dual", "cispo", "soft", "geometric", "none", "likelihood"],
+        ["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"],
         ["token", "sequence", "constant"],
         ["off", "truncated", "masked"],
         ["off", "k1", "k2", "k3"],
@@ -125,6 +125,16 @@ def test_first_step_is_that_of_grpo_without_kl(algorithm: str) -> None:
     assert compute(TrainerSettings(algorithm=algorithm))[1] != pytest.approx(
         compute(TrainerSettings(algorithm="grpo", kl="off"))[1], rel=1e-2
     )
+
+
+def test_bounds_of_the_divergence_are_for_the_probability_and_for_leaving_the_engine() -> None:
+    probabilities = [(0.1, 0.001), (0.9, 0.7), (0.5, 0.7), (0.7, 0.9), (0.9, 0.7)]  # of policy and engine
+    new, engine = ([math.log(pair[k]) for pair in probabilities] for k in (0, 1))
+    tokens = {"new": new, "old": new, "engine": engine, "advantages": [1.0, 1.0, 1.0, -1.0, -1.0]}
+    settings = TrainerSettings(algorithm="dppo", engine_correction="off", aggregation="token")
+    _, slopes, stats = compute(settings, **tokens, sequences=[0] * 5)
+    assert slopes == pytest.approx([-0.1, 0, -0.1, 0, 0.1])
+    assert stats["clip_fraction"] == pytest.approx(2 / 10)
 
 
 def test_dual_clip_bounds_what_a_bad_token_costs() -> None:

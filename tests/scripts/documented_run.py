@@ -29,7 +29,7 @@ def make_run(root: Path, finished: int) -> RunDir:
     checkpoint, and the one after it has come as far as its first parts.
     """
     run_dir = run_dir_at(root)
-    fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
+    fixed = {"model": {"name": "some/model", "digest": "ba5e"}, "tasks": {"name": "sums.jsonl"}}
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     for epoch, kind in ((1, "lobby"), (2, "full")):
         claim(run_dir, record(epoch, kind, settings=SETTINGS))  # pyright: ignore

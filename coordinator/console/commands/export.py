@@ -20,7 +20,7 @@ from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.storage import files
 
-CARD = "README.md"
+CARD, PROOF = "README.md", "proof.json"
 DTYPES = ("bfloat16", "float16", "float32")
 """Number types of a merged model."""
 
@@ -55,7 +55,9 @@ def export(
     except Incomplete as error:
         reason = str(error).splitlines()[0].rstrip(":")
         raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
-    names = sorted(name for name in facts if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD})
+    names = sorted(
+        name for name in facts if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD, PROOF}
+    )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
@@ -70,10 +72,11 @@ def export(
             else:
                 _name_base(inside, run)
             (inside / CARD).write_text(_card(run_dir, run, iteration, is_adapter(inside)))
+            (inside / PROOF).write_text(json.dumps(_proof(run_dir, run, iteration), indent=1) + "\n")
             os.replace(inside, target)
     except OSError as error:
         raise SettingsError(f"-o {target}: {error.strerror or error}; give another directory") from None
-    return [*names, CARD]
+    return [*names, CARD, PROOF]
 
 
 def merge_adapter(adapter: Path, target: Path, dtype: str | None = None) -> Path:
@@ -108,6 +111,21 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
     if path.is_file() and not model.startswith(TINY):
         config = json.loads(path.read_bytes()) | {"base_model_name_or_path": model}
         path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _proof(run_dir: RunDir, run: dict[str, Any], iteration: int) -> dict[str, Any]:
+    """Return the digests that lead to `policy`, the weights; that of the samples while they are kept."""
+    result = published.read_result(run_dir.checkpoint(iteration))
+    batch = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
+    return {
+        "run_id": run["run_id"],
+        "base_model": run["fixed"]["model"]["digest"],
+        "iteration": iteration,
+        "trained_from": result.base_policy,
+        "samples_sha256": batch.get("manifest_sha256"),
+        "batch_sha256": result.batch_sha256,
+        "policy": result.policy,
+    }
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, has_adapter: bool) -> str:

@@ -100,13 +100,7 @@ def _link_all(parent: RunDir, child: RunDir, iteration: int) -> Forked:
     newest = iteration - 1
     forked = Forked()
     for source in _taken(parent, newest):
-        where = source.relative_to(parent.root)
-        for directory, _, names in os.walk(source):
-            inside = child.root / where / Path(directory).relative_to(source)
-            inside.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                if not files.is_temporary(name):
-                    _link(Path(directory) / name, inside / name, forked)
+        link_tree(source, child.root / source.relative_to(parent.root), forked)
     lines = [line for line in published.metrics_lines(parent) if line["iteration"] <= newest]
     child.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return forked
@@ -127,6 +121,16 @@ def _by_iteration(directory: Path) -> Iterator[tuple[int, Path]]:
     for name in published.names(directory):
         if (number := parse_iteration_name(name)) is not None:
             yield number, directory / name
+
+
+def link_tree(source: Path, target: Path, forked: Forked) -> None:
+    """Link the files of a directory into another one, in the same folders, and count them in `forked`."""
+    for directory, _, names in os.walk(source):
+        inside = target / Path(directory).relative_to(source)
+        inside.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if not files.is_temporary(name):
+                _link(Path(directory) / name, inside / name, forked)
 
 
 def _link(source: Path, target: Path, forked: Forked) -> None:

@@ -1,4 +1,5 @@
-"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run fork`, `run export`."""
+"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run fork`, `run verify`,
+`run export`."""
 
 import os
 import sys
@@ -112,6 +113,23 @@ def fork(
     forked = make(log_path.absolute(), number, to.absolute())
     print(summary(forked, number, to))
     return 0
+
+
+@command_in(APPS, "verify")
+def verify(
+    iteration: Annotated[
+        str | None, option("--iteration", metavar="N", help="This one alone; default: all, then the newest.")
+    ] = None,
+    files_only: Annotated[
+        bool, typer.Option("--files-only", help="Compare digests; make no iteration again.")
+    ] = False,
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Check the digests from the base model to the newest weights, then make an iteration again on this
+    machine and compare the bits; the run is only read."""
+    from coordinator.console.commands.verify import verify as check
+
+    return check(log_path.absolute(), _iteration(iteration) if iteration else None, files_only)
 
 
 @command_in(APPS, "export")

@@ -84,8 +84,10 @@ def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
             yield name, theirs[name]
 
 
-def compare(first: Run, second: Run) -> Compared:
-    """Compare two runs iteration by iteration, until they part. What one of them has not kept is left out."""
+def compare(first: Run, second: Run, since: int = 1) -> Compared:
+    """Compare two runs iteration by iteration from `since` on, until they part. What one of them has not kept
+    is left out.
+    """
     runs = first, second
     samples: dict[Kind, set[int]] = {
         kind: set(first.collected(kind)) & set(second.collected(kind)) for kind in ROW_OF
@@ -93,13 +95,13 @@ def compare(first: Run, second: Run) -> Compared:
     weights = set(published.checkpoints(first.run_dir)) & set(published.checkpoints(second.run_dir))
     lines = [{line["iteration"]: line for line in run.metrics()} for run in runs]
     compared = Compared([], [], [], None)
-    for number in sorted(set(lines[0]) & set(lines[1])):
+    for number in sorted(number for number in set(lines[0]) & set(lines[1]) if number >= since):
         stages: list[Iterator[Parting]] = [_opening(number, *(_opened(run, number) for run in runs))]
         for kind in ROW_OF:
             if number in samples[kind]:
                 stages.append(_groups(number, kind, *(list(run.trajectories(number, kind)) for run in runs)))
         if number in weights:
-            stages.append(_training(number, *(run.run_dir.checkpoint(number) for run in runs)))
+            stages.append(training_parting(number, *(run.run_dir.checkpoint(number) for run in runs)))
         stages.append(_measured(number, *(of_run[number] for of_run in lines)))
         if (parting := next(itertools.chain.from_iterable(stages), None)) is not None:
             return compared._replace(parting=parting)
@@ -189,7 +191,8 @@ def _first_other(ours: NDArray[Any], theirs: NDArray[Any]) -> int | None:
     return None if ours.size == theirs.size else size
 
 
-def _training(iteration: int, first: Path, second: Path) -> Iterator[Parting]:
+def training_parting(iteration: int, first: Path, second: Path) -> Iterator[Parting]:
+    """Yield how the weights of two checkpoints of an iteration differ; nothing if they are equal."""
     ours, theirs = published.read_result(first), published.read_result(second)
     if ours.policy == theirs.policy:
         return
@@ -211,17 +214,24 @@ def _of_file(file: str, ours: Path, theirs: Path) -> str:
 
 def _tensors(path: Path) -> dict[str, tuple[str, list[int], str]]:
     """Return dtype, shape and digest of each tensor of a safetensors file."""
+    tensors: dict[str, tuple[str, list[int], str]] = {}
+    for name, (dtype, shape, begin, end) in tensor_places(path).items():
+        digest = hashlib.sha256()
+        for piece in files.pieces(path, begin, end):
+            digest.update(piece)
+        tensors[name] = dtype, shape, digest.hexdigest()
+    return tensors
+
+
+def tensor_places(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
+    """Return dtype, shape, and first and last byte (exclusive) of each tensor of a safetensors file."""
     (length,) = struct.unpack("<Q", b"".join(files.pieces(path, 0, 8)))
     header: dict[str, Any] = json.loads(b"".join(files.pieces(path, 8, 8 + length)))
-    tensors: dict[str, tuple[str, list[int], str]] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            digest = hashlib.sha256()
-            for piece in files.pieces(path, begin, end):
-                digest.update(piece)
-            tensors[name] = (entry["dtype"], entry["shape"], digest.hexdigest())
-    return tensors
+    return {
+        name: (entry["dtype"], entry["shape"], *(8 + length + offset for offset in entry["data_offsets"]))
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _measured(iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Parting]:

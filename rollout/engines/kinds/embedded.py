@@ -26,6 +26,7 @@ class Embedded(EngineKind):
 
     proves = True
     uses_transformers = True
+    repeats_samples = True
 
     def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
         super().__init__(settings, gpus, python)

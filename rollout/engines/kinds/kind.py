@@ -47,6 +47,8 @@ class EngineKind:
     """Whether it can prove its weights (EngineAdmin.prove); None: it must be asked."""
     uses_transformers = False
     """Whether it loads model and tokenizer by transformers, so that it cannot use what those cannot load."""
+    repeats_samples = False
+    """Whether the same policy, task and seed give the same samples to the bit, whatever else it computes."""
     has_other_template = False
     """Whether it may write messages with another chat template than the model's."""
 

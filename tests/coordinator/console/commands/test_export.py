@@ -21,7 +21,7 @@ from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write
 def run_dir(tmp_path: Path) -> RunDir:
     """Two checkpoints, the first of them evaluated."""
     run_dir = run_dir_at(tmp_path / "adder")
-    fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
+    fixed = {"model": {"name": "some/model", "digest": "ba5e"}, "tasks": {"name": "sums.jsonl"}}
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     for iteration in (1, 2):
         write_checkpoint(run_dir.checkpoint(iteration), iteration, content=b"weights %d" % iteration)
@@ -32,12 +32,22 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def test_export_holds_the_model_and_a_card_that_the_hub_reads(run_dir: RunDir, tmp_path: Path) -> None:
     out = tmp_path / "for" / "the_hub"
-    assert export(run_dir.root, 1, out) == ["config.json", "model.safetensors", "README.md"]
-    assert tree(out) == {"config.json", "model.safetensors", "README.md"}
+    assert export(run_dir.root, 1, out) == ["config.json", "model.safetensors", "README.md", "proof.json"]
+    assert tree(out) == {"config.json", "model.safetensors", "README.md", "proof.json"}
     assert (out / "model.safetensors").read_bytes() == b"weights 1"
     _, head, text = (out / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head)["base_model"] == "some/model"
     assert "Evaluation reward: 0.75" in text and "Iterations of training: 1" in text and "sums.jsonl" in text
+    result = read_result(run_dir.checkpoint(1))
+    assert json.loads((out / "proof.json").read_text()) == {
+        "run_id": "c0ffee",
+        "base_model": "ba5e",
+        "iteration": 1,
+        "trained_from": result.base_policy,
+        "samples_sha256": None,
+        "batch_sha256": result.batch_sha256,
+        "policy": result.policy,
+    }
     assert tree(out.parent) == {"the_hub", *(f"the_hub/{name}" for name in tree(out))}
 
 
@@ -77,10 +87,14 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
 
     monkeypatch.setattr(subprocess, "run", merge)
     out = tmp_path / "out"
-    assert export(run_dir.root, 1, out, merge=True, dtype="float16") == ["model.safetensors", "README.md"]
+    assert export(run_dir.root, 1, out, merge=True, dtype="float16") == [
+        "model.safetensors",
+        "README.md",
+        "proof.json",
+    ]
     assert (out / "model.safetensors").read_text() == "float16"
     assert "library_name: transformers" in (out / "README.md").read_text()
-    assert tree(out) == {"model.safetensors", "README.md"}
+    assert tree(out) == {"model.safetensors", "README.md", "proof.json"}
 
 
 def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:
@@ -107,7 +121,7 @@ def test_delta_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
     write_checkpoint(run_dir.checkpoint(3), 3, b"weights 3", before=run_dir.checkpoint(2))
     assert any(name.endswith(".delta") for name in tree(run_dir.checkpoint(3)))
     export(run_dir.root, 3, tmp_path / "out")
-    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md"}
+    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md", "proof.json"}
 
 
 def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:

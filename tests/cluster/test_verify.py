@@ -1,0 +1,130 @@
+"""`run verify`: digests from the base model to the weights, and an iteration that is made again."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from coordinator.console.commands.verify import verify
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
+from coordinator.settings.tree import SettingsError
+from rollout.engines.model_dir import policy_digest
+from rollout.storage import files
+from tests.cluster.cluster import FAST, Cluster
+from tests.coordinator.examples import tree
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
+    """A run of three iterations; the last one was started with another learning rate."""
+    place, patch = tmp_path_factory.mktemp("verified"), pytest.MonkeyPatch()
+    cluster = Cluster(place / "run", cache, place)
+    try:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        common = (*FAST, "checkpoints.keep_last=4", "trainer.schedule=linear")
+        assert cluster.run(1, *common, "--iterations", "2") == [0], cluster.everything_said()
+        again = cluster.run(1, "--iterations", "3", "trainer.learning_rate=0.001")
+        assert again == [0], cluster.everything_said()
+        yield cluster.run_dir
+    finally:
+        cluster.close()
+        patch.undo()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_iteration_comes_out_again_as_it_was_trained_and_nothing_of_the_run_changes(
+    finished: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished.root.rglob("*") if path.is_file()}
+    beside = tree(finished.root.parent)
+    assert verify(finished.root, 2, files_only=False) == 0
+    printed = capsys.readouterr().out
+    assert "digests of checkpoints (1), batches (1), samples (1): each fits the next\n" in printed
+    assert "iteration 2, made again here from its samples on: equal bit for bit\n" in printed
+    assert {path: path.read_bytes() for path in before} == before
+    assert tree(finished.root.parent) == beside
+
+
+def test_weights_that_no_training_has_made_are_found_although_every_digest_fits(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = RunDir(shutil.copytree(finished.root, tmp_path / "run"))
+    checkpoint = run_dir.checkpoint(3)
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if tensors[name].ndim == 2)
+    tensors[name] = tensors[name] + np.float32(0.01)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    result = published.read_result(checkpoint)
+    facts = {**result.files, weights.name: files.file_facts(weights)}
+    model = {name: one for name, one in facts.items() if published.is_part_of_model(name)}
+    altered = result.model_copy(update={"files": facts, "policy": policy_digest(model)})
+    (checkpoint / published.RESULT).write_bytes(altered.to_json())
+
+    assert verify(run_dir.root, 3, files_only=False) == 1
+    printed = capsys.readouterr().out
+    assert "each fits the next" in printed
+    assert f"1 of {len(tensors)} tensors of model.safetensors differ, the first is {name}" in printed
+    assert "trained again here on its samples" in printed and "from those of the run, on a way of" in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ("checkpoints/iteration_000002/model.safetensors", "is missing or differs from result.json"),
+        ("checkpoints/iteration_000002/trainer_state/*", "is missing or differs from result.json"),
+        ("batches/iteration_000002/batch.safetensors", "has the digest"),
+        ("train_trajectories/iteration_000002/*.safetensors", "differs from the manifest's checksum"),
+        ("train_trajectories/iteration_000002/manifest.json", "has the digest"),
+    ],
+)
+def test_a_flipped_bit_is_found_and_its_file_named(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, problem: str
+) -> None:
+    run_dir = RunDir(shutil.copytree(finished.root, tmp_path / "run"))
+    damaged = sorted(run_dir.root.glob(file))[0]
+    flip(damaged)
+    assert verify(run_dir.root, None, files_only=True) == 1
+    printed = capsys.readouterr().out
+    assert "digests of" in printed and "NOT ALL FIT" in printed
+    assert f"  iteration 2: {damaged} {problem}" in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "problem"),
+    [
+        ("checkpoints/iteration_000002/result.json", "policy", "names the policy f00d, its weights are"),
+        ("checkpoints/iteration_000002/result.json", "base_policy", "was trained from the policy f00d; that"),
+        ("checkpoints/iteration_000002/result.json", "batch_sha256", "by the checkpoint it is f00d"),
+        ("batches/iteration_000002/batch.json", "sha256", "has the digest f00d, by the checkpoint it is"),
+        ("batches/iteration_000002/batch.json", "manifest_sha256", "by batch.json it is f00d"),
+        ("checkpoints/iteration_000001/result.json", "base_policy", "that of iteration 0 is"),
+    ],
+)
+def test_a_document_that_names_another_digest_is_found(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, name: str, problem: str
+) -> None:
+    run_dir = RunDir(shutil.copytree(finished.root, tmp_path / "run"))
+    path = run_dir.root / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: "f00d"}))
+    assert verify(run_dir.root, None, files_only=True) == 1
+    assert problem in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_refused(finished: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--iteration 9: .* has no such checkpoint; there are 1, 2, 3$"):
+        verify(finished.root, 9, files_only=True)
+    with pytest.raises(SettingsError, match="no run there"):
+        verify(tmp_path / "nothing", None, files_only=True)

@@ -121,4 +121,5 @@ def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     ends = 0 if shape.adapters else ENDS_BYTES * shape.ends
     held = held_bytes(shape, trainer, gpus) + gathered_bytes(shape, trainer, gpus)
     held += base_bytes(shape, trainer, gpus)
-    return held + inputs_bytes(shape, trainer) + LOGITS_BYTES + ends
+    logits = LOGITS_BYTES * (2 if trainer.entropy_bonus else 1)  # and their gradient by way of the entropy
+    return held + inputs_bytes(shape, trainer) + logits + ends

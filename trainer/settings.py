@@ -73,10 +73,14 @@ class TrainerSettings(Settings):
     reward of the sample, before the mean of its group (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """How much of the policy's entropy, a mean over the trained tokens, the loss falls by (A3C, arXiv
+    1602.01783), e.g. 0.001; 0: nothing."""
     keep_flat_groups: bool = False
     """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They teach
-    nothing, and are computed only where `kl` or whitening gives them a gradient. Other samples that are not
-    trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
+    nothing, and are computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other
+    samples that are not trained on (`overlong`, `reward_threshold`) then count too, as sequences without
+    tokens."""
     overlong: Literal["keep", "penalise", "drop"] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
@@ -167,12 +171,22 @@ class TrainerSettings(Settings):
         """Whether the loss compares the policy with the model that the run started from."""
         return (self.kl != "off" and self.kl_to == "base") or self.advantage == "pair"
 
+    @property
+    def teaches_flat_groups(self) -> bool:
+        """Whether the loss has a gradient where all advantages are 0."""
+        return self.kl != "off" or self.entropy_bonus > 0
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.advantage == "pair" and self.keep_flat_groups:
             raise ValueError(
                 "trainer.keep_flat_groups=true with trainer.advantage=pair: a group of equal rewards has no "
                 "pair; leave one of them out"
+            )
+        if self.advantage == "pair" and self.entropy_bonus:
+            raise ValueError(
+                f"trainer.entropy_bonus={self.entropy_bonus:g} with trainer.advantage=pair: the answers of a "
+                "pair are compared, and not explored; leave one of them out"
             )
         if self.layout == "replicated" and self.tensor_parallel_size > 1:
             raise ValueError(

@@ -157,7 +157,7 @@ def trl(model_dir: Path, tmp_path: Path) -> Callable[..., Found]:
             rows = input_ids[:, -logits_to_keep] - FIRST
             which = REFERENCE if model is trainer.ref_model else policy if torch.is_grad_enabled() else OLD
             values = which[rows, :logits_to_keep]
-            return values, torch.zeros_like(values), None
+            return values, values.square(), None
 
         def generate(prompts: list[Any]) -> tuple[Any, ...]:
             ids = [completion(row) for row in range(ROWS)]
@@ -213,7 +213,7 @@ class Table:
 
     def logprobs(self, microbatch: Microbatch, *_: Any) -> tuple[Tensor, Tensor]:
         values = self._of(self.policy if torch.is_grad_enabled() else OLD, microbatch)
-        return values, torch.zeros_like(values)
+        return values, values.square()  # in place of entropies, on both sides
 
     def reference_logprobs(self, microbatch: Microbatch, *_: Any) -> Tensor:
         return self._of(REFERENCE, microbatch)
@@ -307,6 +307,10 @@ BOTH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
         {"algorithm": "gspo"},
+    ),
+    "grpo with entropy": (
+        {"loss_type": "grpo", "epsilon": 0.2, "entropy_coef": 0.05},
+        {**GRPO, "entropy_bonus": 0.05},
     ),
     "sapo": ({"loss_type": "sapo"}, {"algorithm": "sapo"}),
     "gdpo": (

@@ -26,6 +26,7 @@ SHAPING = (
     "kl",
     "kl_in",
     "kl_to",
+    "entropy_bonus",
     "keep_flat_groups",
     "overlong",
     "overlong_buffer",
@@ -107,8 +108,8 @@ def _lesson(
     advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
     if advantages is None:
         return []
-    # What is whitened has an advantage, and a KL term teaches without one.
-    has_gradient = bool(advantages.any()) or settings.advantage == "whitened" or settings.kl != "off"
+    # What is whitened has an advantage, and a KL term or an entropy bonus teaches without one.
+    has_gradient = bool(advantages.any()) or settings.advantage == "whitened" or settings.teaches_flat_groups
     lesson: list[Trained] = []
     for (whole, reward), advantage in zip(scored, advantages.tolist(), strict=True):
         sample = whole if oldest is None else _since(whole, oldest)

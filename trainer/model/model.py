@@ -77,14 +77,14 @@ class Learner:
             for parameter, flat in zip(self.parameters.values(), self.gradients.split(sizes), strict=True):
                 parameter.grad = flat.view_as(parameter)
 
-    def logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, microbatch: Microbatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Logprobs of the microbatch's trained tokens at their temperatures, and the entropies there; (N,)
         each.
 
-        The entropy is a statistic and carries no gradient. If sharded, all ranks call this together, also a
-        rank with an empty microbatch.
+        The entropies carry a gradient only with `entropy_gradient`. If sharded, all ranks call this together,
+        also a rank with an empty microbatch.
         """
-        return self._run(self.scorer, microbatch)
+        return self._run(self.scorer, microbatch, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def reference_logprobs(self, microbatch: Microbatch) -> Tensor:
@@ -118,6 +118,7 @@ class Learner:
         microbatch: Microbatch,
         apart: Apart | None = None,
         kernel: Kernel | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         apart = apart or self.arrangement.apart
         kernel = kernel or self.kernel(microbatch)
@@ -139,7 +140,7 @@ class Learner:
         if (microbatch.temperatures != 1).any():
             temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
         try:
-            return scorer(inputs, scored_at, targets, temperatures)
+            return scorer(inputs, scored_at, targets, temperatures, entropy_gradient)
         finally:
             if self.layout.sharded and not torch.is_grad_enabled():
                 # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the

@@ -74,12 +74,13 @@ class Scorer(nn.Module):
         scored_at: Tensor,
         targets: Tensor,
         temperatures: Tensor | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
         `inputs` is what the decoder takes of R rows of C tokens, see `neighbours.decoder_inputs`; `scored_at`
         (N,) indexes the flattened R x C positions. Each token's logits are divided by its own of
-        `temperatures` (N,); None: all are 1. The entropy is a statistic and has no gradient.
+        `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
         """
         decoder = _decoder(self._causal[0])
         with self._rounded(self._embeddings):
@@ -88,11 +89,11 @@ class Scorer(nn.Module):
         of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
         chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
         if len(chunks) == 1:
-            scores = [self._score(*chunks[0])]
+            scores = [self._score(*chunks[0], entropy_gradient=entropy_gradient)]
         else:  # computed again in the backward pass, so that only one chunk's logits exist at a time
             weights = self._head_weights(len(chunks))
             scores = [
-                checkpoint(self._score, *chunk, weight=weight, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(self._score, *chunk, weight=weight, entropy_gradient=entropy_gradient, **_AGAIN)
                 for chunk, weight in zip(chunks, weights, strict=True)
             ]
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
@@ -124,6 +125,7 @@ class Scorer(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None = None,
         weight: Tensor | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (n,) and entropies (n,) where the decoder ended in `hidden` (n, hidden).
 
@@ -136,7 +138,7 @@ class Scorer(nn.Module):
         if temperatures is not None:
             logits = logits.float() / temperatures[:, None]
         log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_p.exp() * log_p).sum(-1)
         return log_p.gather(-1, targets[:, None])[:, 0], entropy
 

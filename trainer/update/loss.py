@@ -1,4 +1,4 @@
-"""Compose the policy loss: advantage x ratio x clip x aggregation x correction for the engine, and KL.
+"""Compose the policy loss: advantage x ratio x clip x aggregation x correction for the engine, KL, entropy.
 
 Each piece is one function, chosen by the setting of its name. A new value of a setting is one more branch in
 one of them.
@@ -41,6 +41,7 @@ def policy_loss(
     sequences: Tensor,
     totals: Totals,
     settings: TrainerSettings,
+    entropies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of one microbatch, a scalar to minimise, and its statistics, one for each of
     trainer.statistics.STATS, detached.
@@ -51,10 +52,12 @@ def policy_loss(
     `engine_logprobs` of the engine that sampled, `reference_logprobs` of the reference model, natural
     logarithms at the sampling temperature; an engine's logprob of NaN says that no engine has sampled the
     token (a demonstration): nothing is corrected there. `advantages` of each token; `sequences` (int64)
-    numbers the microbatch's sequences from 0, all trained tokens of each being in it.
+    numbers the microbatch's sequences from 0, all trained tokens of each being in it. `entropies`, of the
+    policy being trained at each token, with their gradient: an entropy bonus needs them.
 
     Both results are sums divided by the normaliser of the whole optimizer step: added up over microbatches
-    and ranks they are the step's. Raises ValueError if `settings.kl` needs a reference that is not given.
+    and ranks they are the step's. Raises ValueError if `settings.kl` needs a reference that is not given, or
+    the entropies are missing.
     """
     old_logprobs = old_logprobs.detach()
     ratio = _ratio(logprobs, old_logprobs, sequences, settings)
@@ -68,6 +71,11 @@ def policy_loss(
         if settings.kl_in == "loss":
             terms = terms + settings.kl_coefficient * _kl(logprobs - reference_logprobs, settings.kl)
     loss = (terms / _divisor(sequences, totals, settings)).sum()
+    if settings.entropy_bonus:
+        if entropies is None:
+            raise ValueError(f"trainer.entropy_bonus={settings.entropy_bonus:g} needs the policy's entropies")
+        # A mean over tokens whatever the aggregation, as in TRL: its weight means the same with all of them.
+        loss = loss - settings.entropy_bonus * entropies.sum() / totals.tokens
     with torch.no_grad():
         stats = [_k3(-log_mismatch), cut_off.to(terms.dtype), torch.zeros_like(terms)]
         if reference_logprobs is not None:

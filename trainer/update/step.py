@@ -178,7 +178,7 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
         places = range(of_units.start * unit, of_units.stop * unit)
         first, last = np.searchsorted(batch.absent_at, [places.start, places.stop]).tolist()
         sequences = range(places.start - first, places.stop - last)
-        if not (settings.kl != "off" or batch.advantages[sequences.start : sequences.stop].any()):
+        if not (settings.teaches_flat_groups or batch.advantages[sequences.start : sequences.stop].any()):
             continue
         begin, end = int(batch.offsets[sequences.start]), int(batch.offsets[sequences.stop])
         trained = int(batch.loss_mask[begin:end].sum())
@@ -273,7 +273,7 @@ def _accumulate(
     reference = before.reference
     if settings.kl != "off" and reference is None:
         reference = _reference(learner, microbatch, settings.kl_to)
-    logprobs, entropy = learner.logprobs(microbatch)
+    logprobs, entropies = learner.logprobs(microbatch, settings.entropy_bonus > 0)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
     loss, loss_stats = policy_loss(
@@ -285,9 +285,11 @@ def _accumulate(
         torch.from_numpy(microbatch.sequences).to(learner.device),
         totals,
         settings,
+        entropies,
     )
     loss.backward()
-    learner.sums.add_(torch.cat([loss.detach()[None], loss_stats, entropy.sum()[None] / totals.tokens]))
+    entropy = entropies.detach().sum()[None] / totals.tokens
+    learner.sums.add_(torch.cat([loss.detach()[None], loss_stats, entropy]))
     mismatch = (old_logprobs - engine_logprobs).abs()[~engine_logprobs.isnan()]
     return mismatch.max() if len(mismatch) else torch.zeros((), device=learner.device)
 

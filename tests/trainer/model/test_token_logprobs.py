@@ -80,6 +80,25 @@ def test_chunks_give_the_models_own_logprobs_and_gradients(name: str) -> None:
     assert scale > 1e-2
 
 
+@pytest.mark.parametrize("rows", [CHUNK_ROWS, 13], ids=["chunks", "one chunk"])
+def test_entropies_have_their_gradient_where_it_is_asked_for(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", rows * VOCABULARY)
+    model = make("Qwen3Config")
+    scorer, parameters = Scorer(model, CPU), [*model.parameters()]
+    assert not scorer(*pack(), TEMPERATURES)[1].requires_grad
+    found = scorer(*pack(), TEMPERATURES, True)[1]
+    mine, theirs = (
+        torch.autograd.grad(values.sum(), parameters) for values in (found, plain(model, TEMPERATURES)[1])
+    )
+    scale = max(gradient.abs().max().item() for gradient in theirs)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6 * max(1.0, scale))
+    assert scale > 1e-2
+    with torch.no_grad():
+        assert not scorer(*pack(), TEMPERATURES, True)[1].requires_grad
+
+
 HALF = Rounding(torch.bfloat16, torch.bfloat16)
 """As on a GPU that holds the whole model in float32."""
 in_bfloat16 = pytest.mark.parametrize("rounding", [None, HALF], ids=["bfloat16 weights", "rounded"])

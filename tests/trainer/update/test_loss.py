@@ -228,6 +228,21 @@ def test_kl_has_the_value_of_its_estimator_and_a_gradient_towards_the_reference(
     assert stats["kl_reference"] == pytest.approx(sum(k3) / 10)
 
 
+def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation() -> None:
+    tokens = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    for aggregation in ("token", "constant"):
+        settings = TrainerSettings.model_validate({"aggregation": aggregation, "entropy_bonus": 0.25})
+        plain = settings.model_copy(update={"entropy_bonus": 0.0})
+        entropies = torch.tensor([0.5, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
+        batch = (tokens, tokens, tokens, None, -tokens, torch.tensor([0, 0, 1]), Totals(4, 3, 8))
+        loss, without = policy_loss(*batch, settings, entropies)[0], policy_loss(*batch, plain)[0]
+        assert loss.item() == pytest.approx(without.item() - 0.25 * 4.0 / 4)
+        loss.backward()
+        assert entropies.grad is not None and entropies.grad.tolist() == [-0.25 / 4] * 3
+        with pytest.raises(ValueError, match=r"entropy_bonus=0.25 needs the policy's entropies"):
+            policy_loss(*batch, settings)
+
+
 def test_kl_without_a_reference_is_an_error() -> None:
     token = torch.tensor([-1.0])
     one = torch.zeros(1, dtype=torch.int64)

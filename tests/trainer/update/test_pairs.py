@@ -156,3 +156,5 @@ def test_pair_of_which_one_is_not_trained_is_left_out() -> None:
 def test_flat_groups_cannot_count() -> None:
     with pytest.raises(ValueError, match=r"keep_flat_groups=true with trainer\.advantage=pair"):
         settings(keep_flat_groups=True)
+    with pytest.raises(ValueError, match=r"entropy_bonus=0\.1 with trainer\.advantage=pair"):
+        TrainerSettings(algorithm="dpo", entropy_bonus=0.1)

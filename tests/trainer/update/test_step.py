@@ -225,6 +225,19 @@ def test_step_without_an_advantage_is_not_taken(
     assert len(flat) == 2 and run(learner, flat, whitened) == []
 
 
+def test_entropy_bonus_teaches_flat_groups_too_and_raises_the_entropy(
+    learner: Learner, group: Callable[..., Group], settings: TrainerSettings
+) -> None:
+    bonus = settings.model_copy(update={"entropy_bonus": 1.0, "keep_flat_groups": True, "warmup_steps": 0})
+    about = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 0}
+    flat = build_batch([group(0, [1.0] * 4, np.random.default_rng(0))], settings=bonus, **about)
+    steps = [step for _ in range(5) for step in run(learner, flat, bonus)]
+    assert len(flat) == 4 and len(steps) == 5
+    assert steps[-1].entropy > steps[0].entropy + 1e-4
+    assert steps[0].loss == pytest.approx(-steps[0].entropy, rel=1e-5)
+    assert not learner.sums.requires_grad
+
+
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0.25), (1, 0.5), (3, 1.0), (1000, 1.0)])
 def test_learning_rate_rises_linearly_and_stays(steps: int, expected: float) -> None:
     assert learning_rate(steps, TrainerSettings(learning_rate=1.0, warmup_steps=4)) == expected

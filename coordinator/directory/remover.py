@@ -1,11 +1,12 @@
 """Remove renamed directories in a thread beside the run: filesystems are slow to remove a large file."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from coordinator.directory.background import Background
 from rollout.storage import files
 
 log = logging.getLogger(__name__)
@@ -17,10 +18,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Remover:
-    """Removes directories in one thread, which ends when they are gone."""
+    """Removes directories, one after the other."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._background = Background("remover")
         self._directories: Sequence[Path] = ()
         self._deadline_s = 0.0
         self._is_said = False
@@ -32,7 +33,7 @@ class Remover:
         A removal that hangs for WAIT_S is not waited for any more. These directories then stay for a later
         call, which names them again.
         """
-        while not self._is_done(POLL_S):
+        while not self._background.is_idle(POLL_S):
             check()
             if time.monotonic() >= self._deadline_s:
                 if not self._is_said:
@@ -43,22 +44,16 @@ class Remover:
         if directories:
             self._directories, self._is_said = directories, False
             self._deadline_s = time.monotonic() + WAIT_S
-            self._thread = threading.Thread(target=_remove, args=(directories,), name="remover", daemon=True)
-            self._thread.start()
+            self._background.begin(partial(_remove, directories))
 
     def close(self) -> None:
         """Wait at most CLOSE_TIMEOUT_S until they are gone."""
-        if not self._is_done(CLOSE_TIMEOUT_S):
+        if not self._background.is_idle(CLOSE_TIMEOUT_S):
             log.warning(
                 "%s was not removed within %g s; what is left of it goes when the run goes on, or with rm -r",
                 ", ".join(map(str, self._directories)),
                 CLOSE_TIMEOUT_S,
             )
-
-    def _is_done(self, timeout_s: float) -> bool:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
 
 
 def _remove(directories: Sequence[Path]) -> None:

@@ -1,5 +1,6 @@
 """Choose the checkpoints that are kept."""
 
+import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from coordinator.node.node import Node
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings.tree import CheckpointSettings
 from rollout.storage import files
+from rollout.storage.files import SharedFsError
+
+log = logging.getLogger(__name__)
 
 UNVERIFIED = 2
 """So many checkpoints more than the settings keep may wait for one to be verified."""
@@ -97,6 +101,17 @@ def verify_last(node: Node, iteration: Iteration) -> None:
         except Incomplete as error:
             node.policies.set_aside(iteration.number, error)
             raise
+
+
+def read_back(directory: Path) -> None:
+    """Verify a published checkpoint, and write what comes of it into the checkpoint, for the master."""
+    try:
+        published.verify_and_record(directory, threads=1)  # the rollout wants the other cores
+    except Incomplete as error:
+        if directory.name in published.names(directory.parent):
+            log.error("%s: the master will set the checkpoint aside", error)
+    except (SharedFsError, FileNotFoundError) as error:  # the master assigns it anew
+        log.warning("%s is not verified yet: %s", directory, error)
 
 
 def old_copies(names: Collection[str]) -> list[str]:

@@ -10,6 +10,7 @@ from filelock import BaseFileLock
 
 from coordinator.collector.host import CollectorHost
 from coordinator.directory import claims
+from coordinator.directory.background import Background
 from coordinator.directory.history import History
 from coordinator.directory.layout import MASTER, Kind, RunDir
 from coordinator.directory.metrics_file import Finished
@@ -25,7 +26,6 @@ from coordinator.machine.host_lock import hold_for_process, name_of_run
 from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
-from coordinator.node.ahead import Ahead
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.hanging import end_children_if_calls_hang
 from coordinator.node.identity import Identity
@@ -38,7 +38,6 @@ from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
 from coordinator.node.row_endings import RowEndings
-from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
 from coordinator.protocol.phases import By, Phase
 from coordinator.protocol.records import EpochRecord
@@ -77,8 +76,8 @@ class Node:
         self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
         self.remover = Remover()
         self.sweeper = Sweeper()
-        self.verifier = Verifier()
-        self.ahead = Ahead()
+        self.verifier = Background("verifier")
+        self.ahead = Background("ahead")
         # ---- the others
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now, start.run_id)
         self.signals = Signals(self._interrupt)

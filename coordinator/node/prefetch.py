@@ -2,8 +2,10 @@
 
 import logging
 import threading
+from functools import partial
 
 from coordinator.directory import published
+from coordinator.directory.background import Background
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.machine.entries import StoreError
@@ -32,7 +34,7 @@ class Prefetch:
         self._policies = policies
         self._wanted = 0
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._background = Background("prefetch")
 
     def begin(self, iteration: int, pause_s: float) -> None:
         """Fetch the checkpoint of `iteration`, once it is published, unless that was begun before; give up
@@ -41,9 +43,7 @@ class Prefetch:
         if iteration != self._wanted:
             self.stop()
             self._wanted, self._stop = iteration, threading.Event()
-            arguments = (iteration, pause_s, self._stop)
-            self._thread = threading.Thread(target=self._run, args=arguments, name="prefetch", daemon=True)
-            self._thread.start()
+            self._background.begin(partial(self._run, iteration, pause_s, self._stop))
 
     def stop(self) -> None:
         """Give up what was begun."""
@@ -53,8 +53,7 @@ class Prefetch:
     def close(self) -> None:
         """Give up what was begun, and wait a moment until nothing of it is left."""
         self.stop()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
+        self._background.is_idle(CLOSE_TIMEOUT_S)
 
     def _run(self, iteration: int, pause_s: float, stop: threading.Event) -> None:
         def moved(_size: int) -> None:

@@ -44,7 +44,7 @@ def begin_batch(node: Node, iteration: Iteration) -> None:
     if node.is_master and iteration.has(Phase.TRAIN_DATA, settings):
         digest = published.manifest_digest(run_dir, number)
         expected = _wanted(digest, settings)
-        node.ahead.begin((number, expected), partial(_make, run_dir, number, settings, digest))
+        node.ahead.begin(partial(_make, run_dir, number, settings, digest), key=(number, expected))
 
 
 def write_batch(node: Node, iteration: Iteration) -> None:

@@ -8,6 +8,7 @@ import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from coordinator.collection import eval_sets, trajectories
@@ -30,6 +31,7 @@ from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
 from coordinator.keeping import policy_choice, resume
+from coordinator.keeping.retention import read_back
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -165,9 +167,11 @@ def _verifier(node: Node, iteration: Iteration, base: Policy) -> int | None:
 
 
 def begin_to_verify(node: Node, iteration: Iteration) -> None:
-    """Read the newest policy back in the background, if the master has asked this node to."""
-    if iteration.header["verifier"] == node.rank:
-        node.verifier.begin(node.run_dir.checkpoint(iteration.header["base_iteration"]))
+    """Read the newest policy back in the background, if the master has asked this node to. While another one
+    is still being read, the next one's turn comes.
+    """
+    if iteration.header["verifier"] == node.rank and node.verifier.is_idle():
+        node.verifier.begin(partial(read_back, node.run_dir.checkpoint(iteration.header["base_iteration"])))
 
 
 def begin_to_fetch(node: Node, iteration: Iteration) -> None:

@@ -1,8 +1,6 @@
 """Which checkpoints stay."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +8,17 @@ from typing import Any
 import pytest
 
 from coordinator.directory import published
+from coordinator.directory.background import Background
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.keeping import policy_choice, retention
-from coordinator.keeping.retention import kept, old_copies, retire_checkpoints
+from coordinator.keeping.retention import kept, old_copies, read_back, retire_checkpoints
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
-from coordinator.node.verifier import Verifier
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import metrics, rollout
@@ -91,14 +89,6 @@ def node_at(run_dir: RunDir) -> Any:
 def publish(run_dir: RunDir, *iterations: int) -> None:
     for number in iterations:
         write_checkpoint(run_dir.checkpoint(number), number, b"weights %d" % number)
-
-
-def read_back(directory: Path) -> None:
-    """What a node does in the background, to its end."""
-    verifier = Verifier()
-    verifier.begin(directory)
-    assert verifier._thread is not None
-    verifier._thread.join(20)
 
 
 def damage(directory: Path) -> None:
@@ -204,24 +194,6 @@ def test_reading_back_what_is_set_aside_meanwhile_says_nothing(run_dir: RunDir) 
     assert published.names(run_dir.checkpoints) == []
 
 
-SLOW = """
-import sys, threading
-from pathlib import Path
-from coordinator.node.verifier import Verifier
-from rollout.storage import files
-reading = threading.Event()
-files.file_facts = lambda *_: reading.set() or threading.Event().wait(60)
-Verifier().begin(Path(sys.argv[1]))
-assert reading.wait(20)
-"""
-"""A process that ends while it reads a checkpoint back."""
-
-
-def test_no_node_waits_at_its_end_for_what_it_reads_back(run_dir: RunDir) -> None:
-    publish(run_dir, 1)
-    subprocess.run([sys.executable, "-c", SLOW, str(run_dir.checkpoint(1))], check=True, timeout=20)
-
-
 def test_checkpoint_that_was_trained_again_while_the_first_was_read_is_not_called_damaged(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,12 +246,10 @@ def test_workers_take_turns_to_read_back_what_nobody_has_verified(
     publish(run_dir, 1)
     policy = published.policy_of(run_dir, 1)
     assert [rollout._verifier(node, Iteration(number), policy) for number in (1, 2, 3)] == ranks
-    node.rank, node.verifier = ranks[1], Verifier()
+    node.rank, node.verifier = ranks[1], Background("verifier")
     two = Iteration(2, documents={Phase.ITERATION_START: {"verifier": ranks[1], "base_iteration": 1}})
     rollout.begin_to_verify(node, two)
-    thread = node.verifier._thread
-    assert thread is not None
-    thread.join(20)
+    assert node.verifier.is_idle(60.0)
     assert rollout._verifier(node, Iteration(2), policy) is None
     assert rollout._verifier(node, Iteration(2), published.Policy(0, run_dir.base_model, "d")) is None
 

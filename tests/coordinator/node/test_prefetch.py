@@ -273,7 +273,7 @@ def test_node_that_ends_does_not_wait_for_a_directory_that_hangs(
     monkeypatch.setattr(published, "checkpoints", lambda _run_dir: hangs.wait(SOON_S) and [])
     beside.prefetch.begin(3, 0.01)
     beside.prefetch.close()
-    assert beside.prefetch._thread.is_alive() and beside.prefetch._thread.daemon
+    assert not beside.prefetch._background.is_idle()
     hangs.set()
 
 

@@ -7,34 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import MASTER, RunDir
+from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings.tree import RunSettings
-from coordinator.start.inputs import Inputs, local_processes
+from coordinator.start.inputs import local_processes
 from coordinator.start.start import Start
 
 
 @dataclass
-class Identity:
-    """Facts about this node. Its settings change with each epoch, its addresses with its network."""
+class Identity(Start):
+    """Facts about this node, from START on. Its settings change with each epoch, its addresses with its
+    network.
+    """
 
-    rank: int
-    run_dir: RunDir
-    run_id: str
-    inputs: Inputs
-    overrides: Mapping[str, Any] | None
-    """What this start and those before were given; None where another master keeps it."""
-    of_run: RunSettings
-    """The settings of the epoch that the node is in, as they are published."""
-    settings: RunSettings
-    """These as its crew goes by them, with its own over them."""
-    incarnation_floor: int
-    """The highest incarnation of this rank before this process."""
-    newest_epoch: int
-    """The highest epoch before this process."""
-    followed_epoch: int = 0
-    """The epoch in which START found the master whose settings it takes."""
     host: str = field(default_factory=lambda: socket.gethostname())
     pid_space: str = field(default_factory=lambda: network.pid_space())
     """Where its pid means its process."""
@@ -49,20 +35,8 @@ class Identity:
     @classmethod
     def from_start(cls, start: Start) -> "Identity":
         """Return the identity of the node that START has let in."""
-        return cls(
-            rank=start.rank,
-            run_dir=start.run_dir,
-            run_id=start.run_id,
-            inputs=start.inputs,
-            overrides=start.overrides,
-            of_run=start.of_run,
-            settings=start.settings,
-            incarnation_floor=start.incarnation_floor,
-            newest_epoch=start.newest_epoch,
-            followed_epoch=start.followed_epoch,
-            processes=local_processes(start.settings),
-            gpu_count=count_gpus(),
-        )
+        processes = local_processes(start.settings)
+        return cls(**vars(start), processes=processes, gpu_count=count_gpus())
 
     @property
     def is_master(self) -> bool:

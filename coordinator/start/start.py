@@ -62,15 +62,15 @@ ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
-    """What START found."""
+    """What START has found out about a node that takes part."""
 
     rank: int
     run_dir: RunDir
     run_id: str
     settings: RunSettings
-    """As this node goes by them: its crew's, and its own."""
+    """As this node goes by them: its crew's, with its own over them."""
     of_run: RunSettings
     """As all crews go by them."""
     inputs: Inputs

@@ -4,11 +4,9 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, NotRequired, Self
-
-from typing_extensions import TypedDict, Unpack
+from typing import Any, NamedTuple, NoReturn, Self
 
 from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient
@@ -44,40 +42,6 @@ class AllGivenUp(RuntimeError):
 
 class Stopped(Exception):
     """`stop` was set before all groups were made."""
-
-
-async def collect(
-    slots: Sequence[Slot],
-    *,
-    needed: int | None = None,
-    on_group: Callable[[Group], None],
-    stop: threading.Event,
-    **made_with: Unpack["MadeWith"],
-) -> int:
-    """Make groups of `slots` until `needed` of them count (default: one for each slot), or until no slot is
-    left; see `Collector`. Whatever ends it, nothing of it goes on.
-    """
-    collector = Collector(**made_with)
-    try:
-        return await collector.run(Listed(slots, needed), on_group, stop)
-    finally:
-        await collector.end()
-
-
-class MadeWith(TypedDict):
-    """What a collector makes groups with."""
-
-    client: EngineClient
-    environment: Environment
-    reward: Reward
-    sampling: Sampling
-    settings: RolloutSettings
-    counts: NotRequired[Callable[[Group], bool]]
-    segment: NotRequired[Segment | None]
-    others: NotRequired[Mapping[str, Recipe]]
-    on_begin: NotRequired[Callable[[int], None]]
-    on_end: NotRequired[Callable[[], None]]
-    tally: NotRequired[Tally | None]
 
 
 class Collector:

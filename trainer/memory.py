@@ -30,8 +30,6 @@ class Shape:
     """Of all layers."""
     ends: int
     """Of embeddings and head."""
-    head: int
-    """Of the head alone."""
     rest: int
     """Of what is neither, such as the last norm."""
     split: int
@@ -57,13 +55,11 @@ class Shape:
                 ends.append(shape)
             else:
                 rest += math.prod(shape)
-        sizes = [math.prod(shape) for shape in ends]
         return cls(
             depth=len(layers),
             layer=max(layers.values(), default=0),
             layers=sum(layers.values()),
-            ends=sum(sizes),
-            head=max(sizes, default=0),
+            ends=sum(map(math.prod, ends)),
             rest=rest,
             split=split,
             hidden=min((min(shape) for shape in ends), default=0),

@@ -46,15 +46,6 @@ class Heart:
         shown = f"{self._directory} lets no process of rank {self._rank} show its first heartbeat"
         raise Ended(Exit.FAILED, f"{shown}, in {TAKES} attempts; run doctor there says what it does not do")
 
-    def go_on(self, last: Beat) -> None:
-        """Beat on in place of the process whose last beat this is."""
-        self.incarnation, self._last, self._seen = last.incarnation, last, last.counter
-
-    def is_overtaken(self, board: Board) -> bool:
-        """Return whether `board` shows a later beat of this rank than this object has published."""
-        newest, last = board.beats.get(self._rank), self._last
-        return newest is not None and last is not None and newest[2:] > last[2:]
-
     def remove(self) -> None:
         """Remove all beats: another process has published a later one."""
         assert self._last is not None
@@ -65,11 +56,6 @@ class Heart:
     def was_seen(self) -> bool:
         """Whether a listing has ever shown a beat of this incarnation."""
         return self._seen >= 0
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last beat."""
-        return self._last.epoch if self._last is not None else 0
 
     def renew(self) -> bool:
         """Become the next incarnation; False if another process of this rank has come in between."""
@@ -104,19 +90,15 @@ class Heart:
         self.incarnation, self._last, self._seen = incarnation, first, -1
         return True
 
-    def beat(self, epoch: int | None, is_late: bool = False) -> None:
+    def beat(self, epoch: int | None) -> None:
         """Show the next heartbeat, in `epoch` (None: as the last one), and remove what is long followed by
-        others.
-
-        A node that no record lists shows by the epoch which record it has seen. `is_late`: another process
-        may have beaten in this one's place.
+        others. A node that no record lists shows by the epoch which record it has seen.
         """
         with self._lock:
             last = self._last
             assert last is not None
             epoch = last.epoch if epoch is None else epoch
-            counter = max(last.counter, self._newest_counter() if is_late else 0) + 1
-            beat = Beat(epoch, self._rank, self.incarnation, counter)
+            beat = Beat(epoch, self._rank, self.incarnation, last.counter + 1)
             files.show(self._run_dir.entry(beat), self._data())
             self._last = beat
             self._follow(last)
@@ -126,10 +108,6 @@ class Heart:
         with self._lock:
             while len(self._kept) > 1:
                 self._drop_oldest()
-
-    def _newest_counter(self) -> int:
-        beat = parse(files.listing(self._directory)).beats.get(self._rank)
-        return beat.counter if beat is not None and beat.incarnation == self.incarnation else 0
 
     def _follow(self, beat: Beat) -> None:
         now_s = time.monotonic()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.settings.placement import HALVES, Crew, Crews, crews_of, parse_place
+from coordinator.settings.placement import Crew, Crews, crews_of, parse_place
 from coordinator.settings.tree import SettingsError
 from rollout.storage import files, once
 
@@ -29,12 +29,6 @@ class Placement(NamedTuple):
     """Machines of the run."""
     place: tuple[str, ...]
     """As --place was given; nothing: one crew of all devices."""
-
-    @property
-    def crews(self) -> tuple[Crew, ...]:
-        """The crews that the machines are in, whatever devices they have."""
-        place = parse_place(self.place) if self.place else None
-        return ("main",) if place is None or place["rollout"] == place["train"] else HALVES
 
     def to_json(self) -> str:
         """Write it as it is published, and as a machine says to its nodes what it starts them for."""

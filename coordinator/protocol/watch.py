@@ -97,7 +97,7 @@ class Watch:
         self._heard: set[Flag] = set()
         self._own_names: list[str] = []
         """What the master shows itself, when it was last listed."""
-        self._own_s = self._looked_s = self._beaten_s = float("-inf")
+        self._own_s = self._looked_s = float("-inf")
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -124,7 +124,6 @@ class Watch:
     def begin(self, incarnation_floor: int, epoch: int) -> None:
         """Take the next free incarnation, beat, and watch."""
         self.heart.begin(incarnation_floor, epoch)
-        self._beaten_s = time.monotonic()
         self._observer = file_events.follow(self._others, self._wake)
         self.fence.begin()
         thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -376,10 +375,7 @@ class Watch:
 
     def beat(self) -> None:
         """Show the next heartbeat."""
-        now_s = time.monotonic()
-        is_late = now_s - self._beaten_s > 2 * self._beat_interval_s()
-        self._beaten_s = now_s
-        self.heart.beat(self.current.epoch if self.current else None, is_late)
+        self.heart.beat(self.current.epoch if self.current else None)
 
     def _beat_content(self) -> dict[str, Any]:
         observed = {rank: round(s, 1) for rank, s in self.silence.so_far(time.monotonic()).items()}

@@ -2,20 +2,38 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.collect import collect
+from rollout.collect import Collector
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
-from rollout.slots import Slot
+from rollout.slots import Listed, Slot
 from rollout.trajectory import Group
 
 EXACT = resolve_reward("exact")
+
+
+async def collect(
+    slots: Sequence[Slot],
+    *,
+    needed: int | None = None,
+    on_group: Callable[[Group], None],
+    stop: threading.Event,
+    **made_with: Any,
+) -> int:
+    """Make groups of `slots` until `needed` of them count (default: one for each slot), or until no slot is
+    left; see `Collector`. Whatever ends it, nothing of it goes on.
+    """
+    collector = Collector(**made_with)
+    try:
+        return await collector.run(Listed(slots, needed), on_group, stop)
+    finally:
+        await collector.end()
 
 
 class FakeClient(EngineClient):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rollout import blocking
-from rollout.collect import Collector, Stopped, collect
+from rollout.collect import Collector, Stopped
 from rollout.engines.answers import EngineError, EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
@@ -31,7 +31,7 @@ from rollout.slots import Listed, Slot
 from rollout.storage.retry import retry
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample, line_for_people
-from tests.rollout.collecting import EXACT, FakeClient, run, slots
+from tests.rollout.collecting import EXACT, FakeClient, collect, run, slots
 from tests.rollout.rollout_helpers import RunningServer, serving
 from tests.rollout.scripted import ScriptedClient
 

@@ -5,7 +5,6 @@ import threading
 import time
 from typing import Any
 
-from rollout.collect import collect
 from rollout.environments.environment import single_turn
 from rollout.origin import Sampling
 from rollout.quota import Quota
@@ -13,7 +12,7 @@ from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample
-from tests.rollout.collecting import EXACT, FakeClient, slots
+from tests.rollout.collecting import EXACT, FakeClient, collect, slots
 
 
 def collected(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rollout import Sample, Sampling
-from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.environments.environment import resolve_environment
 from rollout.rewards.builtin import resolve_reward
@@ -19,6 +18,7 @@ from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group
+from tests.rollout.collecting import collect
 from tests.rollout.rollout_helpers import RunningServer
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,13 +11,13 @@ from typing import Any, get_args
 import pytest
 
 from rollout import Sampling, tool_server
-from rollout.collect import collect
 from rollout.environments.environment import resolve_environment
 from rollout.environments.tool_calls import PARSERS
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group
+from tests.rollout.collecting import collect
 from tests.rollout.templated import QWEN3, TemplatedClient
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()

@@ -64,13 +64,8 @@ class Layout:
         """This rank's place among the ranks that get different microbatches."""
         return self.rank // self.tensor_parallel_size
 
-    @property
-    def data_size(self) -> int:
-        """Number of different shares of the batch."""
-        return self.world_size // self.tensor_parallel_size
-
     def data_weights(self, rank_weights: Sequence[float]) -> list[float]:
-        """(data_size,) weights from one weight per global rank: a tensor group has its ranks' sum."""
+        """(shares,) weights from one weight per global rank: a tensor group has its ranks' sum."""
         if len(rank_weights) != self.world_size:
             raise LayoutError(f"{len(rank_weights)} rank weights for {self.world_size} ranks; give one each")
         size = self.tensor_parallel_size

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.environments.calculator import HINT, MAX_CALLS, ExpressionError, answer, calculator, evaluate
 from rollout.environments.policy import Policy
@@ -23,6 +22,7 @@ from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group, Sample
+from tests.rollout.collecting import collect
 from tests.rollout.rollout_helpers import serving
 from tests.rollout.scripted import ScriptedClient, text_of
 from trainer.model.tiny import CHARACTERS, SPECIAL, make_model, make_tokenizer

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jinja2 import Environment
 
-from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.engines.marks import read_marks
 from rollout.environments import policy as policies
@@ -22,6 +21,7 @@ from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import Group, Sample
+from tests.rollout.collecting import collect
 from tests.rollout.rollout_helpers import RunningServer, write_lines
 
 END, OTHER_END = ord("$"), ord("%")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.collect import collect
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
@@ -19,6 +18,7 @@ from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import UNFINISHED, Group, Sample, Span
 from tests.models import CONTEXT
+from tests.rollout.collecting import collect
 from tests.rollout.rollout_helpers import RunningServer
 from tests.rollout.scripted import ScriptedClient
 

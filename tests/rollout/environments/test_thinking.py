@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollout.collect import collect
 from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import resolve_environment
 from rollout.environments.policy import Policy
@@ -16,6 +15,7 @@ from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group
+from tests.rollout.collecting import collect
 from tests.rollout.scripted import Agent, run_session, user
 from tests.rollout.templated import QWEN3, TemplatedClient
 

@@ -73,14 +73,19 @@ def test_exported_model_is_what_the_next_command_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = run_dir_at(tmp_path / "exp1")
-    fixed = {"model": {"name": "some/model"}, "tasks": {"name": "sums.jsonl"}}
+    fixed = {"model": {"name": "some/model", "digest": "m0"}, "tasks": {"name": "sums.jsonl"}}
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     write_checkpoint(run_dir.checkpoint(12), 12)
     export, upload = EXPORT
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", shlex.split(export.replace("/shared", str(tmp_path))))
     assert main() == 0
-    assert tree(tmp_path / upload.split()[-1]) == {"config.json", "model.safetensors", "README.md"}
+    assert tree(tmp_path / upload.split()[-1]) == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "proof.json",
+    }
 
 
 def test_settings_of_the_page_take_these_values() -> None:

@@ -3,12 +3,12 @@
     python -P -m trainer.job.forks SOCKET                            the server
     python -I -S forks.py SOCKET GROUPS PYTHON -P -m MODULE ARG...      a client, in place of the program
 
-`run local` starts the server, so that its nodes share the imports: each engine, torchrun agent and trainer
-would spend 2 to 5 s of CPU on them. A client hands its descriptors, its environment and the command to the
-server. The server's fork begins a session, and makes a file named by its process group in the directory
-GROUPS, as LAUNCHER does (trainer.job.launch), before it calls `main` of MODULE. The client lives as long as
-its fork, passes SIGTERM on to it, and ends as it ends; if the client is killed, the server kills its fork. If
-no server answers, the client becomes the program, by exec.
+`run local` starts the server, so that its nodes share the imports: each engine, torchrun agent, trainer and
+check of a model would spend 2 to 5 s of CPU on them. A client hands its descriptors, its environment and the
+command to the server. The server's fork begins a session, and makes a file named by its process group in the
+directory GROUPS, as LAUNCHER does (trainer.job.launch), before it calls `main` of MODULE. The client lives as
+long as its fork, passes SIGTERM on to it, and ends as it ends; if the client is killed, the server kills its
+fork. If no server answers, the client becomes the program, by exec.
 
 A fork of a process that has used a GPU cannot use it: on a machine with GPUs there is no server.
 """
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-MODULES = ("rollout.engines.embedded.server", "trainer.job.agent")
+MODULES = ("rollout.engines.embedded.server", "trainer.job.agent", "trainer.model.check")
 """The programs that can be forks."""
 STANDARD = (0, 1, 2)
 """Descriptors of input, output and errors."""

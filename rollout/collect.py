@@ -5,16 +5,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient
-from rollout.environments.environment import Environment
 from rollout.environments.segments import Segment
 from rollout.group_maker import GroupMaker, Recipe
-from rollout.origin import Sampling
-from rollout.rewards.builtin import Reward
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Listed, Meter, Slot, Source
@@ -45,7 +41,7 @@ class Stopped(Exception):
 
 
 class Collector:
-    """Makes groups of `sampling.n` samples, as many at once as `concurrency` allows.
+    """Makes groups, each by the recipe of its slot's kind, as many at once as `concurrency` allows.
 
     These settings apply. `concurrency` (null: what the engine can) bounds the samples that are generated at
     the same time; a larger group runs alone. `over_sample` times the needed groups are begun, and with it a
@@ -56,14 +52,12 @@ class Collector:
     unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises, or it ends the
     collection: see `on_reward_error`.
 
-    The slots of a kind are made by the recipe that `others` has for it.
-
-    With `segment` the samples are single turns that are advanced by it, and `environment` is not used. A
+    With `segment` the samples are single turns that are advanced by it, and no environment is used. A
     group with a sample that is unfinished then is handed over without rewards.
 
     `counts` says whether a group counts as one of the needed groups. `on_begin` is given the slot of each
     group that is begun. `on_end` is called at the end of each group, also of one that is given up and handed
-    over later. `sampling.seed` is not used. `tally` logs why samples and groups are lost; a process that
+    over later. No `seed` of a sampling is used. `tally` logs why samples and groups are lost; a process that
     keeps it shows each traceback once.
     """
 
@@ -71,31 +65,18 @@ class Collector:
         self,
         *,
         client: EngineClient,
-        environment: Environment,
-        reward: Reward,
-        sampling: Sampling,
+        recipes: Mapping[str, Recipe],
         settings: RolloutSettings,
         counts: Callable[[Group], bool] = lambda group: True,
         segment: Segment | None = None,
-        others: Mapping[str, Recipe] = MappingProxyType({}),
         on_begin: Callable[[int], None] = lambda _slot: None,
         on_end: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
     ) -> None:
         self._tally = tally or Tally(log)
         self._teacher = Teacher(settings.teacher) if settings.teacher else None
-        recipes = {"": Recipe(environment, reward, sampling), **others}
         self._makers = {
-            kind: GroupMaker(
-                client,
-                recipe.environment,
-                recipe.reward,
-                recipe.sampling,
-                settings,
-                self._tally,
-                segment,
-                self._teacher,
-            )
+            kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teacher)
             for kind, recipe in recipes.items()
         }
         self._settings = settings

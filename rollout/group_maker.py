@@ -42,9 +42,7 @@ class GroupMaker:
     """Makes the group of a slot, also if the user's environment or reward fails."""
 
     client: EngineClient
-    environment: Environment
-    reward: Reward
-    sampling: Sampling
+    recipe: Recipe
     settings: RolloutSettings
     tally: Tally
     segment: Segment | None
@@ -53,7 +51,7 @@ class GroupMaker:
     @property
     def is_instant(self) -> bool:
         """Whether a group waits for nothing once it is generated."""
-        return self.reward.is_instant and self.teacher is None
+        return self.recipe.reward.is_instant and self.teacher is None
 
     async def make(self, slot: Slot, generated: Callable[[], None]) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails.
@@ -95,11 +93,11 @@ class GroupMaker:
         return outcome
 
     async def _generate(self, slot: Slot) -> list[Sample]:
-        policy = Policy(self.client, self.sampling, slot.seed)
+        policy = Policy(self.client, self.recipe.sampling, slot.seed)
         if self.segment is not None:
-            samples = await advance(slot.task, policy, self.sampling, slot.begun, self.segment)
+            samples = await advance(slot.task, policy, self.recipe.sampling, slot.begun, self.segment)
         else:
-            samples = await self.environment(slot.task, policy, self.sampling)
+            samples = await self.recipe.environment(slot.task, policy, self.recipe.sampling)
         if (
             not isinstance(samples, list)
             or not samples
@@ -114,11 +112,11 @@ class GroupMaker:
         """Return the group of the samples that are fit and that have got a reward."""
         for sample in generated:
             sample.finish_reason = finish_reason(sample.finish_reason)
-        demonstrated = demonstrates(self.environment)
+        demonstrated = demonstrates(self.recipe.environment)
         may_go_on = self.segment is not None
         faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in generated]
         samples = [sample for sample, fault in zip(generated, faults, strict=True) if fault is None]
-        slot.leave_prompt_out(samples, self.sampling.stop)
+        slot.leave_prompt_out(samples, self.recipe.sampling.stop)
         group = Group(slot.number, slot.task_id, slot.prompt, samples)
         failures: list[Exception] = [UnfitSample(fault) for fault in faults if fault is not None]
         if not group.is_unfinished:
@@ -136,9 +134,11 @@ class GroupMaker:
 
     async def _rewarded(self, slot: Slot, samples: list[Sample]) -> list[RewardError]:
         """Score the samples, all at once where that takes time. Returns why some have got no reward."""
-        end = self.sampling.reasoning_end
-        scoring = [_outcome(score(self.reward, slot.task, sample, self.settings, end)) for sample in samples]
-        if self.reward.is_instant:
+        end = self.recipe.sampling.reasoning_end
+        scoring = [
+            _outcome(score(self.recipe.reward, slot.task, sample, self.settings, end)) for sample in samples
+        ]
+        if self.recipe.reward.is_instant:
             outcomes = [await work for work in scoring]  # a task for each would cost more than the rewards
         else:
             outcomes = await asyncio.gather(*scoring)

@@ -35,7 +35,6 @@ class Making:
         self.key = order.key
         load_as_it_was({name: source for name, source in order.sources.items() if name not in sys.modules})
         recipes = {kind: recipe_of(order, names) for kind, names in order.recipes.items()}
-        unnamed = recipes.pop("")
         self._client: EngineClient
         if order.engine is None:
             self._client = LocalTokenizer(Path(order.start_model))
@@ -49,12 +48,9 @@ class Making:
         self.collector = Collector(
             counts=order.quota.counts,
             client=self._client,
-            environment=unnamed.environment,
-            reward=unnamed.reward,
-            sampling=unnamed.sampling,
+            recipes=recipes,
             settings=order.settings,
             segment=order.segment,
-            others=recipes,
             on_begin=on_begin,
             on_end=on_end,
             tally=tally,

@@ -9,6 +9,7 @@ from rollout.collect import Collector
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
+from rollout.group_maker import Recipe
 from rollout.origin import Sampling
 from rollout.rewards.builtin import resolve_reward
 from rollout.settings import RolloutSettings
@@ -16,6 +17,12 @@ from rollout.slots import Listed, Slot
 from rollout.trajectory import Group
 
 EXACT = resolve_reward("exact")
+
+
+def with_recipes(made_with: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a collector whose slots, but for those of `others`, are made in one way."""
+    recipe = Recipe(*(made_with.pop(name) for name in ("environment", "reward", "sampling")))
+    return {**made_with, "recipes": {"": recipe, **made_with.pop("others", {})}}
 
 
 async def collect(
@@ -29,7 +36,7 @@ async def collect(
     """Make groups of `slots` until `needed` of them count (default: one for each slot), or until no slot is
     left; see `Collector`. Whatever ends it, nothing of it goes on.
     """
-    collector = Collector(**made_with)
+    collector = Collector(**with_recipes(made_with))
     try:
         return await collector.run(Listed(slots, needed), on_group, stop)
     finally:

@@ -23,6 +23,7 @@ from rollout.engines.answers import EngineError, EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
+from rollout.group_maker import Recipe
 from rollout.origin import Code, Sampling
 from rollout.part_file import PartHeader, decode_part, encode_part
 from rollout.rewards.builtin import Reward, RewardError
@@ -410,8 +411,8 @@ def test_group_that_is_given_up_is_handed_over_once_however_often_the_collector_
         return await single_turn(task, policy, sampling)
 
     async def main() -> None:
-        made_with = {"reward": EXACT, "sampling": Sampling(n=4), "settings": RolloutSettings()}
-        collector = Collector(client=FakeClient(), environment=picky, **made_with)
+        recipes = {"": Recipe(picky, EXACT, Sampling(n=4))}
+        collector = Collector(client=FakeClient(), recipes=recipes, settings=RolloutSettings())
         for slot in slots(2):
             await collector.run(Listed([slot]), groups.append, threading.Event())
         await collector.end()

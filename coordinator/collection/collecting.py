@@ -61,6 +61,8 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     long each was in flight.
     """
     node.position.reach(0, 0)
+    if share.functions.environment.name == "single_turn" and not share.sets:  # a completion is a sample
+        node.position.expect(share.origin.sampling.n, share.origin.sampling.max_tokens)
     if not share.kept(node.rank):
         node.collector.drop()
     if share.is_empty(node.rank):

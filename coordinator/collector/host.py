@@ -223,11 +223,6 @@ class CollectorHost:
             self._wait(LOOK_S)
         self._child.kill()
 
-    def kill_now(self) -> None:
-        """Kill the collector and wait for nothing; for any thread."""
-        if (child := self._child) is not None:
-            child.kill_now()
-
     # ---- one order
 
     def _give(self, order: Order) -> None:

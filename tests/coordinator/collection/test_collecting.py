@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection.collecting import _engine, drop_outdated, key_of
+from coordinator.collection.collecting import _engine, collect_share, drop_outdated, key_of
 from coordinator.collector.host import InFlight
 from coordinator.node.iteration import Iteration
+from coordinator.node.position import Position
 from coordinator.protocol.phases import Phase
 from coordinator.settings.loading import build
 from rollout.engines.answers import EngineFacts
 from rollout.environments.environment import single_turn
+from rollout.origin import Code, Sampling
 
 
 @pytest.fixture
@@ -48,6 +50,23 @@ def test_what_is_in_flight_of_the_next_iteration_outlives_no_training(
     iteration.resume_at = row
     drop_outdated(node, iteration)
     assert (node.collector.in_flight is not None) is kept
+
+
+@pytest.mark.parametrize(("environment", "total"), [("single_turn", 32), ("calculator", 0)])
+def test_samples_are_counted_where_each_completion_is_one(
+    node: Any, iteration: Iteration, environment: str, total: int
+) -> None:
+    node.position, node.rank = Position(), 0
+    share: Any = SimpleNamespace(
+        functions=SimpleNamespace(environment=Code(environment, "")),
+        origin=SimpleNamespace(sampling=Sampling(n=8, max_tokens=24)),
+        sets=(),
+        kept=lambda _rank: [],
+        is_empty=lambda _rank: True,
+    )
+    assert collect_share(node, iteration, share) == {"short": 0}
+    node.position.reach(0, 4)
+    assert node.position.describe()["samples_total"] == total
 
 
 def test_other_settings_make_other_groups(node: Any, iteration: Iteration) -> None:

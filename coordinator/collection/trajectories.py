@@ -17,11 +17,9 @@ from rollout.collect import ALL_FAILED_MIN, AllGivenUp
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once
-from rollout.tally import Tally
 from rollout.trajectory import Group, group_length
 
 log = logging.getLogger(__name__)
-_tally = Tally(log)  # of the process: each traceback is shown once, not in each iteration
 
 
 def plan(

@@ -37,12 +37,10 @@ def ask_run(
     )
 
 
-def settings_of(
-    words: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
-) -> str:
+def settings_of(words: Sequence[str], cwd: Path | None = None) -> str:
     """Return what `run WORDS --dry-run` prints; SettingsError with the line by which it refuses them."""
     try:
-        ended = ask_run([*words, "--dry-run"], cwd, environment)
+        ended = ask_run([*words, "--dry-run"], cwd)
     except subprocess.TimeoutExpired:
         raise SettingsError(f"run --dry-run has not answered within {PATIENCE_S:.0f} s; try again") from None
     if ended.returncode != 0:

@@ -11,7 +11,7 @@ class NotFetched(RuntimeError):
     """A model is not to be had from the Hub, nor on this machine; the message is the reason, in one line."""
 
 
-def fetch_model(model: str, *, weights: bool = True) -> Path:
+def fetch_model(model: str) -> Path:
     """Return the directory of this machine that has a model of the Hub, fetched if need be. Raises
     NotFetched, and WeightsError for an index that names no files.
     """
@@ -22,8 +22,7 @@ def fetch_model(model: str, *, weights: bool = True) -> Path:
     ignored += ["*.safetensors", f"{ORIGINAL}/*"]
     try:
         beside = Path(snapshot_download(model, ignore_patterns=ignored))
-        if weights:
-            snapshot_download(model, revision=beside.name, allow_patterns=listed_weights(beside))
+        snapshot_download(model, revision=beside.name, allow_patterns=listed_weights(beside))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotFetched(str(error).splitlines()[0]) from None
     return beside

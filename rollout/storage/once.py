@@ -39,16 +39,16 @@ NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EM
 """What os.link reports where the filesystem has no hard links."""
 
 
-def create_once(path: Path, data: bytes, *, durable: bool = True) -> bool:
+def create_once(path: Path, data: bytes) -> bool:
     """Create `path` with `data` (not empty) unless it exists; True if it now holds exactly `data`.
 
     A file that is torn (empty, or a JSON object that does not parse) for TORN_S counts as missing.
     """
-    if _link(path, data, durable):
+    if _link(path, data):
         content = _settled(path)
         if content is None or not _is_torn(content):
             return content == data
-    return _agree(path, data, durable) == data
+    return _agree(path, data) == data
 
 
 def link(source: Path, path: Path, data: bytes) -> bool | None:
@@ -110,10 +110,10 @@ def _forget_claims(path: Path) -> None:
             files.remove_any(path.with_name(name))
 
 
-def _link(path: Path, data: bytes, durable: bool) -> bool:
+def _link(path: Path, data: bytes) -> bool:
     """Link `data` to `path` if nothing is there; False if the filesystem has no hard links."""
     for left in reversed(range(TIMES)):
-        temp = files.write_temporary(path, data, durable)
+        temp = files.write_temporary(path, data)
         files.operations["link"] += 1
         try:
             retry("link", path, lambda temp=temp: os.link(temp, path), temp)
@@ -130,18 +130,17 @@ def _link(path: Path, data: bytes, durable: bool) -> bool:
             return False
         finally:
             files.drop(temp)
-    if durable:
-        files.fsync_directory(path.parent)
+    files.fsync_directory(path.parent)
     return True
 
 
-def _agree(path: Path, data: bytes, durable: bool) -> bytes:
+def _agree(path: Path, data: bytes) -> bytes:
     """Agree with the other creators of `path` on its content, and return it."""
     for number in range(ROUNDS):
         claim, verdict = (path.with_name(f".{path.name}.{kind}{number}.tmp") for kind in ("claim", "verdict"))
         if (content := _settled(path)) is not None and not _is_torn(content):
             return content
-        is_mine = create_exclusively(claim, _sealed(data), durable=durable)
+        is_mine = create_exclusively(claim, _sealed(data), durable=True)
         if not is_mine:
             _wait_for(verdict)
         if _is_taken(verdict, is_mine):
@@ -150,7 +149,7 @@ def _agree(path: Path, data: bytes, durable: bool) -> bytes:
                 _wait_for(path)
             content = _settled(path)
             if content is None or _is_torn(content):
-                files.publish(path, taken, durable=durable)
+                files.publish(path, taken)
                 return taken
             return content
     raise SharedFsError("create", path, OSError(errno.EIO, "no claim is taken"), ROUNDS * TORN_S)

@@ -44,7 +44,7 @@ class Learner:
     the gradients as they come, and each rank keeps its shard's.
     """
 
-    def __init__(self, scorer: Scorer, layout: Layout = ALONE, optimizer_step: int = 0) -> None:
+    def __init__(self, scorer: Scorer, layout: Layout = ALONE) -> None:
         """`scorer` holds float32 parameters in the layout, on the device that trains them."""
         self.scorer = scorer
         self.model: Any = scorer.model
@@ -55,7 +55,7 @@ class Learner:
         }
         """The trained parameters by the model's own names, tied ones once; DTensors if sharded."""
         self.optimizer = AdamW(_decay_groups(self.parameters), fused=True)
-        self.optimizer_step = optimizer_step
+        self.optimizer_step = 0
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.arrangement = Arrangement()

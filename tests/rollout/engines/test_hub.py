@@ -76,11 +76,6 @@ def test_models_own_weights_and_all_that_goes_with_them_are_fetched_and_no_other
     assert files_of(fetched) == BESIDE | own | ({"model.safetensors.index.json"} if shards else set())
 
 
-def test_what_goes_with_the_weights_can_be_had_alone(publish: Callable[..., Path]) -> None:
-    fetched = publish(BESIDE | FOREIGN | {"model.safetensors"})
-    assert fetch_model("maker/model", weights=False) == fetched and files_of(fetched) == BESIDE
-
-
 def test_reason_why_nothing_can_be_fetched_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(_model: str, **_patterns: Any) -> str:
         raise LocalEntryNotFoundError("no network\nand no copy")

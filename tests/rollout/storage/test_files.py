@@ -174,7 +174,7 @@ def test_file_is_created_once_and_says_who_created_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("links")
 def test_created_file_is_no_link_to_a_temporary(tmp_path: Path) -> None:
-    create_once(tmp_path / "a", b"one", durable=False)
+    create_once(tmp_path / "a", b"one")
     assert (tmp_path / "a").stat().st_nlink == 1
 
 

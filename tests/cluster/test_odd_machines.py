@@ -18,7 +18,8 @@ READ_ONLY = (
     "mount --bind $share $share; mount -o remount,ro,bind /; "
     "for d in /tmp /var/tmp /dev/shm /root; do mount --bind $d $d; mount -o remount,ro,bind $d; done"
 )
-"""As a container with readOnlyRootFilesystem: only the shared directory can be written."""
+"""As a container with readOnlyRootFilesystem: only the shared directory can be written. No semaphore can be
+made."""
 
 
 def test_a_run_lives_in_directories_whose_names_are_no_utf8(tmp_path: Path) -> None:
@@ -51,24 +52,15 @@ def _unshares(*options: str) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not _unshares("-m", "-n"), reason="needs namespaces of its own")
 @pytest.mark.skipif(count_gpus() > 0, reason="with GPUs nothing is forked")
-@pytest.mark.parametrize(
-    ("options", "before", "words"),
-    [
-        ("-mn", "mount -t tmpfs -o ro none /dev/shm", ["the loopback interface was down", "no semaphores"]),
-        ("-m", READ_ONLY, ["no directory for temporary files"]),
-    ],
-    ids=["loopback down, shm read-only", "root read-only"],
-)
-def test_a_container_that_lacks_something_carries_a_run_and_says_so(
-    cache: Path, options: str, before: str, words: list[str]
-) -> None:
+def test_a_container_that_lacks_nearly_everything_carries_a_run_and_says_so(cache: Path) -> None:
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="/opt") as made:
         share = Path(made) / "share"
         share.mkdir()
         cluster = Cluster(share / "x", cache, Path(made), separate=True)
-        script = f'share={share}; {before} || exit 99; exec "$@"'
-        prefix = ("unshare", options, "bash", "-c", script, "bash")
+        script = f'share={share}; {READ_ONLY} || exit 99; exec "$@"'
+        prefix = ("unshare", "-mn", "bash", "-c", script, "bash")
+        words = ["the loopback interface was down", "no semaphores", "no directory for temporary files"]
         try:
             cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "1", role=("local",), prefix=prefix)
             assert cluster.wait() == [0], cluster.everything_said()

@@ -83,8 +83,7 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
     where the machine allows that, else its weights within TOLERANCE.
     """
     run_dir = run.run_dir
-    theirs = run_dir.checkpoint(number)
-    result = published.read_result(theirs)
+    result = published.read_result(run_dir.checkpoint(number))
     manifest = published.read_manifest(run_dir, "train", number)
     words = _as_it_was(result, record.settings)
     samples_differ = False
@@ -95,7 +94,7 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
         if parting is None:
             print(f"iteration {number}, made again here from its samples on: equal bit for bit")
             return True
-        samples_differ = parting.row is not Phase.TRAINING
+        samples_differ = parting.row < Phase.TRAIN_DATA
         row = f"{parting.row.value} ({parting.row.label})"
         print(f"iteration {number}, made again here: other in row {row}: {parting.text}")
     if manifest is None:
@@ -105,12 +104,14 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
         for kind in ROW_OF:
             link_tree(run_dir.trajectories(kind, number), again.trajectories(kind, number), Forked())
         _make(again.root, number, ["rl_phase=update", *words])
-        ours = again.checkpoint(number)
-        parting = next(training_parting(number, theirs, ours), None)
+        parting = next(training_parting(number, run_dir, again), None)
         if parting is None:
             print(f"iteration {number}, trained again here on its samples: weights equal bit for bit")
             return not samples_differ
-        apart, way = _distance(theirs, ours, run_dir.checkpoint(number - 1) if number > 1 else base)
+        ours = again.checkpoint(number)
+        apart, way = _distance(
+            run_dir.checkpoint(number), ours, run_dir.checkpoint(number - 1) if number > 1 else base
+        )
     print(
         f"iteration {number}, trained again here on its samples: {parting.text}; the weights lie {apart:.1e} "
         f"from those of the run, on a way of {way:.1e} (up to {TOLERANCE:g} of it counts as the same)"

@@ -5,6 +5,7 @@ import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.console.views.ranges import listed
 from coordinator.console.views.run import Run
 from coordinator.directory import published
-from coordinator.directory.layout import Kind
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.records import EpochRecord
@@ -23,6 +24,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start.start import last_start
 from rollout.storage import files
 from rollout.trajectory import Group, Sample
+from trainer.batch.batch import Batch, DamagedBatch
 
 ROW_OF: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
 OPENED = ("tasks", "groups", "replace_flat", "eval_slots", "eval_tasks")
@@ -101,7 +103,7 @@ def compare(first: Run, second: Run, since: int = 1) -> Compared:
             if number in samples[kind]:
                 stages.append(_groups(number, kind, *(list(run.trajectories(number, kind)) for run in runs)))
         if number in weights:
-            stages.append(training_parting(number, *(run.run_dir.checkpoint(number) for run in runs)))
+            stages.append(training_parting(number, *(run.run_dir for run in runs)))
         stages.append(_measured(number, *(of_run[number] for of_run in lines)))
         if (parting := next(itertools.chain.from_iterable(stages), None)) is not None:
             return compared._replace(parting=parting)
@@ -191,17 +193,34 @@ def _first_other(ours: NDArray[Any], theirs: NDArray[Any]) -> int | None:
     return None if ours.size == theirs.size else size
 
 
-def training_parting(iteration: int, first: Path, second: Path) -> Iterator[Parting]:
-    """Yield how the weights of two checkpoints of an iteration differ; nothing if they are equal."""
-    ours, theirs = published.read_result(first), published.read_result(second)
+def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[Parting]:
+    """Yield how two runs' batches of an iteration differ, then how the weights do; nothing if these are
+    equal.
+    """
+    directories = first.checkpoint(iteration), second.checkpoint(iteration)
+    ours, theirs = map(published.read_result, directories)
     if ours.policy == theirs.policy:
         return
-    if ours.batch_sha256 != theirs.batch_sha256:
+    if ours.batch_sha256 != theirs.batch_sha256 and not _same_sequences(iteration, first, second):
         batches = f"{ours.batch_sha256[:12]} against {theirs.batch_sha256[:12]}"
         yield Parting(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
-    for name in sorted(filter(is_part_of_model, ours.files.keys() | theirs.files.keys())):
+    names = filter(is_part_of_model, ours.files.keys() | theirs.files.keys())
+    for name in sorted(names, key=lambda name: (not name.endswith(".safetensors"), name)):  # weights first
         if ours.files.get(name) != theirs.files.get(name):
-            yield Parting(iteration, Phase.TRAINING, _of_file(name, first / name, second / name))
+            text = _of_file(name, *(directory / name for directory in directories))
+            yield Parting(iteration, Phase.TRAINING, text)
+
+
+def _same_sequences(iteration: int, first: RunDir, second: RunDir) -> bool:
+    """Return whether two batches differ in the digest of their manifests alone, by which nodes made what."""
+    try:
+        ours, theirs = (
+            Batch.decode(files.read(run_dir.batch(iteration) / "batch.safetensors"))
+            for run_dir in (first, second)
+        )
+    except (FileNotFoundError, DamagedBatch):
+        return False
+    return replace(ours, manifest_sha256=theirs.manifest_sha256).encode() == theirs.encode()
 
 
 def _of_file(file: str, ours: Path, theirs: Path) -> str:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from rollout.origin import Code, Origin, Sampling, described
-from rollout.trajectory import Group, Sample, Span, Turn
+from rollout.trajectory import Group, Picture, Sample, Span, Turn
 
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
 _TEACHER = {"teacher_logprobs": "F32"}
@@ -76,6 +76,13 @@ class _SpanRecord(TypedDict):
 
 
 @with_config(extra="forbid", strict=True)
+class _PictureRecord(TypedDict):
+    digest: str
+    begin: int
+    end: int
+
+
+@with_config(extra="forbid", strict=True)
 class _SampleRecord(TypedDict):
     finish_reason: str
     text: str
@@ -84,6 +91,7 @@ class _SampleRecord(TypedDict):
     turns: NotRequired[list[_TurnRecord]]
     spans: NotRequired[list[_SpanRecord]]
     index: NotRequired[int]
+    pictures: NotRequired[list[_PictureRecord]]
 
 
 class _GroupRecord(BaseModel):
@@ -167,6 +175,8 @@ def _record(sample: Sample) -> dict[str, Any]:
         record["turns"] = [asdict(turn) for turn in sample.turns]
     if sample.spans:
         record |= {"spans": [asdict(span) for span in sample.spans], "index": sample.index}
+    if sample.pictures:
+        record["pictures"] = [asdict(picture) for picture in sample.pictures]
     return record
 
 
@@ -186,6 +196,7 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 turns=[Turn(**turn) for turn in sample.get("turns", ())],
                 spans=[Span(**span) for span in sample.get("spans", ())],
                 index=sample.get("index", 0),
+                pictures=[Picture(**picture) for picture in sample.get("pictures", ())],
                 teacher_logprobs=None if taught is None else taught[span],
             )
         )

@@ -36,6 +36,15 @@ class Span:
     """The iteration whose training made the policy that they were sampled by."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """The tokens [begin:end] of a sample stand for a picture, whose file's name is its digest."""
+
+    digest: str
+    begin: int
+    end: int
+
+
 @dataclass
 class Sample:
     """One trajectory: the prompt's tokens, then what was generated (and, over several turns, observed)."""
@@ -70,6 +79,8 @@ class Sample:
     """
     teacher_logprobs: NDArray[np.float32] | None = None
     """(T,), natural log, of each token by the teacher (rollout.teacher); 0 where not trained."""
+    pictures: list[Picture] = field(default_factory=list)
+    """Those that it shows, in order."""
     fault: str | None = None
     """Why its environment gives it up; such a sample counts as lost."""
 
@@ -136,6 +147,11 @@ def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> st
         return f"its text is {type(sample.text).__name__}"
     if sample.finish_reason not in ("stop", "length", *([UNFINISHED] if unfinished else [])):
         return f"its finish_reason is {sample.finish_reason!r}, neither stop nor length"
+    at = 0
+    for picture in sample.pictures:
+        if not at <= picture.begin < picture.end <= ids.size or mask[picture.begin : picture.end].any():
+            return f"its picture {picture.digest} is not before what it has generated, or lies over another"
+        at = picture.end
     if not isinstance(sample.turns, list) or not all(isinstance(turn, Turn) for turn in sample.turns):
         return "its turns are no list of Turn"
     return None

@@ -82,6 +82,8 @@ class TrainRequest(_Document):
     state_dir: str | None = None
     """All ranks write the trainer state here in the background, its `state.json` last. It exists and is
     empty. Given if settings.save_interval is above 1 and divides the iteration."""
+    images_dir: str | None = None
+    """Where the run's pictures are, if it may have some."""
     profile: str | None = None
     """Local rank 0 profiles its first optimizer step, and writes this with `.json.gz`, then with `.txt`."""
     ahead: bool = False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.collection.load_policy import serve
-from coordinator.collection.node_share import ROWS, Share, slots_of
+from coordinator.collection.node_share import ROWS, Share, publish_pictures, slots_of
 from coordinator.collector.host import Listener
 from coordinator.collector.order import EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import MASTER, Kind
@@ -24,9 +24,11 @@ from coordinator.directory.published import Incomplete
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from rollout.collect import Stopped
 from rollout.engines.marks import Marks, read_marks
+from rollout.pictures import PictureError
 from rollout.storage.retry import SharedFsError
 
 log = logging.getLogger(__name__)
@@ -179,9 +181,13 @@ def _marks(model: Path) -> Marks:
 
 def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Callable[[], None]) -> Listener:
     def slots(numbers: Sequence[int]) -> list[dict[str, Any]]:
+        slots = slots_of(iteration.number, share, numbers)
+        try:
+            publish_pictures(share, slots, node.run_dir.images)
+        except PictureError as error:
+            raise Ended(Exit.FAILED, str(error), "failed") from error
         return [
-            {"number": slot.number, "task": slot.task, "seed": slot.seed, "kind": slot.kind}
-            for slot in slots_of(iteration.number, share, numbers)
+            {"number": slot.number, "task": slot.task, "seed": slot.seed, "kind": slot.kind} for slot in slots
         ]
 
     def full(error: SharedFsError) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from coordinator.collection.eval_sets import SetSlots
 from coordinator.collector.unfinished_samples import Begun
@@ -11,6 +12,7 @@ from coordinator.protocol.phases import Phase
 from coordinator.start.functions import Functions
 from rollout.environments.segments import Segment
 from rollout.origin import Origin
+from rollout.pictures import pictures_in
 from rollout.quota import Quota
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
@@ -72,6 +74,15 @@ def slots_of(iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]
         else:
             slots.append(Slot(slot, share.tasks.tasks[share.order[slot]], seed))
     return slots
+
+
+def publish_pictures(share: Share, slots: Sequence[Slot], directory: Path) -> None:
+    """Write the pictures that slots show, before anybody makes a sample of them. Raises PictureError."""
+    sets = [share.tasks, *(eval_set.tasks for eval_set in share.sets)]
+    known = [tasks.pictures for tasks in sets if tasks.pictures is not None]
+    for slot in slots if known else ():
+        for digest in pictures_in(slot.task.get("messages")):
+            next(pictures for pictures in known if digest in pictures).publish(digest, directory)
 
 
 def _of_set(eval_set: NamedSet, run_seed: int, iteration: int, slot: int) -> Slot:

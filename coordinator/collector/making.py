@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.collector.order import Order, RecipeNames
+from coordinator.directory.layout import RunDir
 from rollout.collect import Collector
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
@@ -42,7 +43,7 @@ class Making:
             engine = order.engine
             self._client = EngineClient(
                 engine.url, model=engine.model, request_timeout_s=engine.request_timeout_s,
-                retry_s=engine.retry_s, facts=engine.facts,
+                retry_s=engine.retry_s, facts=engine.facts, images=RunDir(Path(order.root)).images,
             )  # fmt: skip
         self._entered = AsyncExitStack()
         self.collector = Collector(

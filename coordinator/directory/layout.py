@@ -198,6 +198,7 @@ class RunDir:
         claims/                     who makes which chunk of a rollout
           e0002.i000005.p02.c000017
       base_model/                 builtin:tiny, made by the master
+      images/<sha256>             the pictures that samples show
       train_trajectories/iteration_000005/
         iteration.json              slots, sampling, reward, environment, policy; made once
         r0001.e0002.part0003.safetensors
@@ -269,6 +270,10 @@ class RunDir:
     @property
     def base_model(self) -> Path:
         return self.root / "base_model"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
 
     @property
     def checkpoints(self) -> Path:

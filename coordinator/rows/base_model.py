@@ -17,7 +17,7 @@ from coordinator.protocol.snapshot import Board
 from coordinator.settings.tree import TINY
 from rollout.environment_variables import cores
 from rollout.storage import files
-from rollout.tasks.task_set import BUILT_IN
+from rollout.tasks.task_set import BUILT_IN, SHAPES
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _from_cache(node: Node) -> Path:
     steps, seed = node.settings.tiny.warmup_steps, node.settings.rollout.seed
     # What it is taught; a user's own tasks have no lesson.
     tasks = node.settings.tasks if node.settings.tasks in BUILT_IN else next(iter(BUILT_IN))
-    name = f"tiny-{_recipe()}-{tasks.removeprefix('builtin:')}-seed{seed}-steps{steps}"
+    name = f"tiny-{_recipe(tasks)}-{tasks.removeprefix('builtin:')}-seed{seed}-steps{steps}"
     try:
         root = link_in_utf8(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "flagpost"
         root.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:
         node.children.python,
         "-P",
         "-m",
-        "trainer.model.tiny",
+        _program(tasks),
         *("--tasks", tasks),
         *("--seed", str(seed)),
         *("--steps", str(steps)),
@@ -103,9 +103,14 @@ def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:
         raise Ended(Exit.FAILED, f"the built-in model could not be made:\n{child.tail(20)}", "failed")
 
 
-def _recipe() -> str:
+def _program(tasks: str) -> str:
+    """Return the module that makes the model for a built-in set of tasks."""
+    return "trainer.model.tiny_seeing" if tasks == SHAPES else "trainer.model.tiny"
+
+
+def _recipe(tasks: str) -> str:
     """Return a digest of the program that makes the model: another recipe is another model."""
-    spec = importlib.util.find_spec("trainer.model.tiny")
+    spec = importlib.util.find_spec(_program(tasks))
     assert spec is not None and spec.origin is not None
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:8]
 

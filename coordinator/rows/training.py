@@ -87,6 +87,7 @@ def train(node: Node, iteration: Iteration) -> None:
         resume=resume,
         staging_dir=str((run_dir.checkpoints / config["staging"]).absolute()),
         state_dir=str((run_dir.trainer_states / config["state"]).absolute()) if config["state"] else None,
+        images_dir=str(run_dir.images.absolute()),
         profile=_profile(node, number),
         ahead="next" in config,
         copy_dir=copy_dir and str(copy_dir),

@@ -103,7 +103,7 @@ class RunSettings(Settings):
     """Hugging Face directory or id, or builtin:tiny."""
     tasks: str = "builtin:arithmetic"
     """The training tasks: a file (JSON lines, .csv, .parquet, .arrow), a directory or a pattern of such
-    files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, builtin:products,
+    files, hf:NAME:CONFIG:SPLIT, builtin:arithmetic, builtin:products, builtin:shapes,
     reasoning_gym:NAME,PARAMETER=VALUE,..., verifiers:NAME,PARAMETER=VALUE,...,
     gym:MODULE:CLASS,PARAMETER=VALUE,..., or openenv:URL,PARAMETER=VALUE,..."""
     columns: dict[str, str] = Field(default={})

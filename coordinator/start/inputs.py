@@ -172,10 +172,11 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         refusals.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
         refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         refusals.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
+        model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
+        refusals.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
         base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
-        if settings.model != TINY:
-            model = base_model_dir(settings, RunDir(Path()))
+        if model is not None:
             refusals.refuse_quantised(settings, model)
             parameters = count_parameters(model)
             if settings.rl_phase != "update":

@@ -14,18 +14,27 @@ from coordinator.start.eval_tasks import SECTION, EvalSets
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
 from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.marks import Marks
 from rollout.engines.model_dir import is_adapter
-from rollout.engines.model_facts import DEQUANTISED, may_have_chat_template, quantisation
+from rollout.engines.model_facts import (
+    DEQUANTISED,
+    PICTURED,
+    has_processor,
+    may_have_chat_template,
+    quantisation,
+    takes_pictures,
+)
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.trial import longer_prompts, try_tasks
 from rollout.origin import Sampling
+from rollout.pictures import pictures_in
 from rollout.rewards.builtin import check_task
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling
-from rollout.tasks.task_set import TaskError, TaskSet
+from rollout.tasks.task_set import SHAPES, TaskError, TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +158,56 @@ def refuse_unrendered(
                 f"template to write them with; add {model_dir / 'chat_template.jinja'}, take a model that "
                 "has one, or give each task a `prompt`"
             )
+
+
+def refuse_pictures(
+    settings: RunSettings,
+    engine: EngineKind,
+    model_dir: Path | None,
+    tasks: TaskSet,
+    eval_tasks: TaskSet | None,
+    sets: EvalSets,
+) -> None:
+    """Raise SettingsError if a task shows a picture and something that it would meet does not know pictures.
+    `model_dir`: None for builtin:tiny.
+    """
+    shown = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks.pictures]
+    takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
+    rollout, trainer = settings.rollout, settings.trainer
+    kinds = [each.environment for each in shown if each.environment != "single_turn"]
+    lora, size = trainer.lora.rank, trainer.tensor_parallel_size
+    reasons = [
+        (not isinstance(engine, Embedded), f"the engine {engine.name}", "give --engine torch"),
+        (lora, f"trainer.lora.rank={lora}", "give 0"),
+        (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
+    ]
+    subject = f"--model {settings.model} is a {' or '.join(PICTURED)}"
+    if shown:
+        family = f"give a model of the family {', '.join(PICTURED)}"
+        reasons = [
+            (not takes, f"--model {settings.model}", family),
+            (
+                model_dir is not None and not has_processor(model_dir),
+                f"--model {settings.model} without a preprocessor_config.json",
+                "put the files of its processor beside its weights",
+            ),
+            *reasons,
+            (kinds, f"the environment {', '.join(kinds)}", "give single_turn"),
+            *((value, f"rollout.{name}={value}", "leave it out")
+              for name in ("thinking_tokens", "segment_tokens", "teacher")
+              for value in [getattr(rollout, name)]),
+        ]  # fmt: skip
+        subject = f"{_first_with_picture(shown[0].tasks)}: this task shows a picture"
+    elif not takes or model_dir is None:
+        return
+    for is_wrong, what_fails, advice in reasons:
+        if is_wrong:
+            raise SettingsError(f"{subject}, and {what_fails} does not go with it yet; {advice}")
+
+
+def _first_with_picture(tasks: TaskSet) -> str:
+    index = next(n for n, task in enumerate(tasks.tasks) if pictures_in(task.get("messages")))
+    return tasks.place(index)
 
 
 def _sampling(settings: RunSettings) -> Sampling:

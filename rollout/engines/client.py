@@ -1,11 +1,13 @@
 """The client that asks a server for completions, vLLM or the embedded engine."""
 
 import asyncio
+import base64
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rollout.engines import spelling
@@ -23,6 +25,8 @@ from rollout.engines.answers import (
 )
 from rollout.engines.completion import Completion, completion_of, completion_request
 from rollout.origin import Sampling
+from rollout.pictures import digest_of
+from rollout.storage import files
 
 if TYPE_CHECKING:
     import aiohttp
@@ -53,8 +57,12 @@ class EngineClient:
         request_timeout_s: float = 1800.0,
         retry_s: float = 10.0,
         facts: EngineFacts = facts,
+        images: Path | None = None,
     ) -> None:
-        """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself."""
+        """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself. `images`:
+        the directory of the run's pictures.
+        """
+        self._images = images
         self.facts = facts
         self._base_url = base_url.rstrip("/")
         self._socket = socket_of(self._base_url)
@@ -83,12 +91,17 @@ class EngineClient:
             await self._session.close()
             self._session = None
 
-    async def generate(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def generate(
+        self, prompt: str | Sequence[int], sampling: Sampling, pictures: Sequence[str] = ()
+    ) -> list[Completion]:
         """Return the `sampling.n` completions of a prompt (text, or token ids that are taken as they are),
-        which end where the engine's context does.
+        which end where the engine's context does. `pictures`: the digests of those that the prompt has a
+        placeholder for.
 
         Raises RequestRefused, e.g. if the prompt alone fills the context, or another EngineError.
         """
+        if pictures:  # the engine cuts the completions itself: it alone knows how many tokens a picture has
+            return await self._complete(prompt, sampling, pictures)
         known = self._context  # now: another request may read it while this one is refused
         try:
             return await self._complete(*await self._fitted(prompt, sampling))
@@ -133,9 +146,13 @@ class EngineClient:
         except (EngineError, KeyError, TypeError, ValueError):
             return 0
 
-    async def _complete(self, prompt: str | Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def _complete(
+        self, prompt: str | Sequence[int], sampling: Sampling, pictures: Sequence[str] = ()
+    ) -> list[Completion]:
         marks = self.facts.marks
         request = completion_request(prompt, sampling, marks)
+        if pictures:
+            request["content_parts"] = [await asyncio.to_thread(self._part, digest) for digest in pictures]
         if not self.facts.is_seeded:
             request["seed"] = None
         if self._model:
@@ -152,7 +169,7 @@ class EngineClient:
             self._in_flight[replica] -= sampling.n
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [completion_of(choice, sampling, marks) for choice in choices]
+            completions = [completion_of(choice, sampling, marks, pictures) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
@@ -163,6 +180,20 @@ class EngineClient:
                 f"{self._base_url} returned {len(completions)} completions, asked for {sampling.n}"
             )
         return completions
+
+    def _part(self, digest: str) -> dict[str, Any]:
+        """Return a picture for a request. Raises RequestRefused if its file is missing or has changed."""
+        if self._images is None:
+            raise RequestRefused(f"picture {digest}: this client knows no directory of pictures")
+        path = self._images / digest
+        try:
+            data = files.read(path)
+        except FileNotFoundError:
+            raise RequestRefused(f"{path}: this picture is missing") from None
+        if digest_of(data) != digest:
+            raise RequestRefused(f"{path}: this picture has changed; remove it, and start the run again")
+        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"  # which format: its bytes say
+        return {"type": "image_url", "image_url": {"url": url}}
 
     async def tokenize(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of chat messages (through the chat template, with the generation prompt), or of a text

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.engines.marks import NO_MARKS, Marks
 from rollout.origin import Sampling
-from rollout.trajectory import Turn
+from rollout.trajectory import Picture, Turn
 
 _FINISH_REASONS = {
     **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence"), "stop"),
@@ -54,6 +54,8 @@ class Completion:
     """How many calls in the text could not be read, or name no tool; None if there are no tools."""
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
+    pictures: Sequence[Picture] = ()
+    """Those of the prompt."""
     likely: Sequence[tuple[str, Mapping[str, float]]] = ()
     """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
@@ -102,10 +104,14 @@ def whole_characters(text: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def completion_of(choice: dict[str, Any], sampling: Sampling, marks: Marks = NO_MARKS) -> Completion:
+def completion_of(
+    choice: dict[str, Any], sampling: Sampling, marks: Marks = NO_MARKS, pictures: Sequence[str] = ()
+) -> Completion:
     """Return one completion of an answer to `completion_request`. Its text has no special token but the end
-    of the reasoning. Raises KeyError, TypeError or ValueError if something is missing.
+    of the reasoning. `pictures`: the digests of those that the prompt shows. Raises KeyError, TypeError or
+    ValueError if something is missing.
     """
+    ranges = choice["image_ranges"] if pictures else ()
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not isinstance(token_ids, list) or not isinstance(logprobs, list):
         raise TypeError("token_ids and token_logprobs must be lists")
@@ -121,6 +127,7 @@ def completion_of(choice: dict[str, Any], sampling: Sampling, marks: Marks = NO_
         text,
         finish_reason(str(choice["finish_reason"])),
         stop_string=stop or "",
+        pictures=[Picture(digest, *map(int, at)) for digest, at in zip(pictures, ranges, strict=True)],
         likely=_likely(choice["logprobs"]) if "logprobs" in sampling.more else (),
     )
 

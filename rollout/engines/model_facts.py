@@ -27,6 +27,8 @@ _QUANTISED_BESIDE = {
 """Files of their own that say so, and of what."""
 _QUANTISED_NAMES = ("weight", "_packed", "_blocks")
 """How tensors are named that hold weights, if they are integers."""
+PICTURED = ("llava",)
+"""Families whose models are shown pictures, by what config.json calls them: what was tried."""
 DEQUANTISED = ("fp8", "mxfp4")
 """What trainer.checkpoint.dequantise reads."""
 _TOKENIZERS_WITH_CODE = ("tekken.json", "tokenizer.model.v3")
@@ -157,6 +159,23 @@ def template_text(model_dir: Path) -> str:
     named = [name for name in beside if name in ("tokenizer_config.json", "chat_template.json")]
     templates = [str(read_json(model_dir / name).get("chat_template", "")) for name in named]
     return "\n".join([*(files.read(model_dir / name).decode(errors="replace") for name in names), *templates])
+
+
+def takes_pictures(model_dir: Path) -> bool:
+    """Return whether pictures can be shown to the model."""
+    return read_json(model_dir / "config.json").get("model_type") in PICTURED
+
+
+def has_processor(model_dir: Path) -> bool:
+    """Return whether the directory says how pictures become what the model takes."""
+    return not {"processor_config.json", "preprocessor_config.json"}.isdisjoint(files.file_names(model_dir))
+
+
+def placeholder(model_dir: Path) -> int | None:
+    """Return the token that stands for a picture; None if the model is shown none."""
+    config = read_json(model_dir / "config.json")
+    token = config.get("image_token_index", config.get("image_token_id"))
+    return token if config.get("model_type") in PICTURED and type(token) is int else None
 
 
 def attention_heads(model_dir: Path) -> tuple[int, int]:

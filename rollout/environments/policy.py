@@ -17,6 +17,7 @@ from rollout.engines.completion import Completion
 from rollout.environments.chat import ChatTemplate
 from rollout.environments.tool_calls import Tool
 from rollout.origin import Sampling
+from rollout.pictures import pictures_in, shown_text
 from rollout.tasks.messages import Message, checked_tools, without_answer
 from rollout.tasks.task_set import Task, TaskError
 from rollout.trajectory import Sample, Turn
@@ -127,7 +128,10 @@ class Policy:
         )
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         turns = turns_of(prompt)  # now: an environment may go on with the same list
-        completions = await self._client.generate(tokens_or_text, sampling)
+        pictures: dict[str, Any] = {}
+        if _is_chat(prompt) and (shown := pictures_in(prompt)):
+            pictures = {"pictures": shown}
+        completions = await self._client.generate(tokens_or_text, sampling, **pictures)
         return [
             await self._template.read(replace(completion, turns_before=turns)) for completion in completions
         ]
@@ -269,6 +273,7 @@ def sample_of(*turns: Completion) -> Sample:
         text=last.text,
         metrics={"unread_calls": float(sum(unread))} if unread else {},
         turns=[shown for turn in turns for shown in (*turn.turns_before, _generated(turn))],
+        pictures=[*turns[0].pictures],
     )
 
 
@@ -298,7 +303,7 @@ def _content(message: Message) -> str:
     """Return the text of a message, with its other fields (e.g. `tool_calls`) as JSON."""
     more = {name: value for name, value in message.items() if name not in ("role", "content") and value}
     content = message.get("content") or ""
-    text = content if isinstance(content, str) else json.dumps(content)
+    text = shown_text(content) if isinstance(content, str) or pictures_in([message]) else json.dumps(content)
     return "\n".join(filter(None, [text, json.dumps(more) if more else ""]))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.pictures import shown_text
 from rollout.rewards.endpoint import Endpoint
 from rollout.rewards.parts import parameters_of
 
@@ -111,7 +112,8 @@ class _Judge:
             if name == "completion":
                 return completion
             if name == "prompt" and "messages" in task:
-                return "\n\n".join(f"{message['role']}: {message['content']}" for message in task["messages"])
+                turns = ((message["role"], shown_text(message["content"])) for message in task["messages"])
+                return "\n\n".join(f"{role}: {text}" for role, text in turns)
             if name not in task:
                 raise ValueError(f"it has no `{name}`, which the judge's prompt needs")
             return task[name] if isinstance(task[name], str) else json.dumps(task[name])

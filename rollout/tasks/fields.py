@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from rollout.pictures import PictureError, pictures_in
 from rollout.tasks.messages import (
     ANSWER,
     Message,
@@ -14,6 +15,7 @@ from rollout.tasks.messages import (
     same_beginning,
     without_answer,
 )
+from rollout.tasks.pictures import with_column
 from rollout.tasks.rows import Row
 
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -23,10 +25,13 @@ _ANSWERS = ("ground_truth", "final_answer", "completion", "response", "output", 
 """What data sets call the field `answer`."""
 
 
-def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]:
+def task_of(
+    row: Row, number: int, columns: Mapping[str, str], take: Callable[[Any], str] | None = None
+) -> dict[str, Any]:
     """Return a row as a task; ValueError with the reason. `columns` names the column of a field; `number` is
     the task's id if it has none. Messages and tools are in one form. What the assistant says at the end of
-    `messages` is the field ANSWER, and no part of them.
+    `messages` is the field ANSWER, and no part of them. `take` returns the digest of a picture, by which the
+    messages show it.
     """
     if not isinstance(row.fields, dict):
         raise ValueError(f"expected a JSON object, got {_kind(row.fields)}")
@@ -34,10 +39,13 @@ def task_of(row: Row, number: int, columns: Mapping[str, str]) -> dict[str, Any]
     task = {name: value for name, value in task.items() if value is not None or name not in _NONE_IF_NULL}
     for name in _CONVERSATIONS:
         if name in task:
-            task[name] = _conversation(name, task[name], columns, is_table=row.is_text)
+            shows = take if name in ("messages", "prompt") else None
+            task[name] = _conversation(name, task[name], columns, shows, is_table=row.is_text)
     if isinstance(text := task.get("messages"), str) and text:
         task["messages"] = [{"role": "user", "content": text}]
     _take_conversation(task, columns)
+    if take is not None:
+        _show_pictures(task, columns, take)
     if "system" in columns:
         _put_first(task, columns)
     if ("prompt" in task) == ("messages" in task):
@@ -89,7 +97,34 @@ def _put_first(task: dict[str, Any], columns: Mapping[str, str]) -> None:
         task["messages"] = [{"role": "system", "content": text}, *messages]
 
 
-def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table: bool) -> Any:
+def _show_pictures(task: dict[str, Any], columns: Mapping[str, str], take: Callable[[Any], str]) -> None:
+    """Put the pictures of the column `images` into the messages; ValueError if a picture is missing there."""
+    images, messages = task.pop("images", None), task.get("messages")
+    if images is not None:
+        name, images = _named("images", columns), images if isinstance(images, list) else [images]
+        if not isinstance(messages, list):
+            raise ValueError(
+                f"{name} need `messages` to be shown in, and a `prompt` goes to the model as it is; "
+                "give it as `messages` (columns.messages=prompt)"
+            )
+        try:
+            task["messages"] = messages = with_column(messages, [take(image) for image in images])
+        except PictureError as error:
+            raise ValueError(f"{name}: {error}") from error
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list) and any(part["type"] == "image" and "image" not in part for part in parts):
+            raise ValueError("`messages` show a picture that is not there; name it, or give `images`")
+
+
+def _conversation(
+    name: str,
+    value: Any,
+    columns: Mapping[str, str],
+    take: Callable[[Any], str] | None = None,
+    *,
+    is_table: bool,
+) -> Any:
     """Return the messages that a value is, each in one form; the value itself if it is none."""
     if isinstance(value, str):
         try:
@@ -106,7 +141,7 @@ def _conversation(name: str, value: Any, columns: Mapping[str, str], *, is_table
     checked: list[Message] = []
     for at, message in enumerate(value):
         try:
-            checked.append(checked_message(message))
+            checked.append(checked_message(message, take))
         except ValueError as error:
             if str(error).startswith("role:"):
                 return value  # the check of the field says what is wanted
@@ -224,7 +259,10 @@ def _check_messages(value: object) -> str | None:
         return "a non-empty array of messages, or the text of one"
     for message in value:
         fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+        is_shown = isinstance(fields.get("content"), list) and bool(pictures_in([fields]))
+        if not isinstance(fields.get("role"), str) or not (
+            is_shown or isinstance(fields.get("content"), str)
+        ):
             return "messages that each hold the strings `role` and `content`"
     return None
 

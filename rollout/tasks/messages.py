@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -25,9 +25,11 @@ _WITH_WORDS = ("system", "developer", "user")
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|from|content|value)['"]""")
 
 
-def checked_message(message: Any) -> Message:
+def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> Message:
     """Return a message in one form: its content as one string, its calls as the OpenAI API has them, no empty
     fields. ValueError, which begins with the name of the field, says what is wrong.
+
+    `take` returns the digest of a picture; with it the content may show some, and then it is a list of parts.
     """
     if isinstance(message, Mapping) and isinstance(message.get("from"), str) and "role" not in message:
         message = _of_share_gpt(message)
@@ -36,11 +38,17 @@ def checked_message(message: Any) -> Message:
     message = {**message, "role": _ROLES.get(message["role"].lower(), message["role"])}
     words = next((name for name in ("content", "value", "text") if name in message), "content")
     content = message.pop(words, None)
-    if isinstance(content, list):
+    if isinstance(content, list) and take and any(map(_is_picture, content)):
+        if message["role"] != "user":
+            raise ValueError(
+                f"content: a picture in a message of the {message['role']}; give it to the user's"
+            )
+        content = [_checked_part(part, take) for part in content]
+    elif isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError("content: only parts of the type text are supported")
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
+    elif not isinstance(content, str | None):
         raise ValueError("content: must be a string or parts of the type text")
     if content is None and message["role"] in _WITH_WORDS:
         raise ValueError(f"content: a message of the {message['role']} must have words; leave it out")
@@ -50,6 +58,27 @@ def checked_message(message: Any) -> Message:
     if "tool_calls" in filled:
         filled["tool_calls"] = _checked_calls(filled["tool_calls"])
     return {**filled, "content": content or ""}
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def _checked_part(part: Any, take: Callable[[Any], str]) -> dict[str, str]:
+    """Return a part of a content that shows pictures: a text, or the digest of a picture; without a digest if
+    the picture is in the column `images`.
+    """
+    if not _is_picture(part):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError("content: only parts of the types text, image and image_url are supported")
+        return {"type": "text", "text": part["text"]}
+    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name)), None)
+    if value is None:
+        return {"type": "image"}
+    try:
+        return {"type": "image", "image": take(value)}
+    except ValueError as error:
+        raise ValueError(f"content: {error}") from error
 
 
 def _of_share_gpt(message: Mapping[str, Any]) -> Message:

@@ -68,16 +68,16 @@ def is_there(source: str) -> bool:
     return files.exists(Path(source)) or ("*" in source and bool(glob.glob(source, recursive=True)))
 
 
-def rows(source: str, *, default_split: str = "train") -> Iterator[Row]:
+def rows(source: str, *, default_split: str = "train", images: str = "images") -> Iterator[Row]:
     """Yield the rows of a file, of all files of a directory or of a pattern with `*` in the order of their
-    names, or of a data set. Raises RowError.
+    names, or of a data set. The column `images` may hold bytes. Raises RowError.
     """
     if source.startswith(HUB):
-        yield from _of_hub(source, default_split)
+        yield from _of_hub(source, default_split, images)
         return
     for file in _files(source):
         try:
-            yield from _READERS.get(_kind(file), _json_lines)(file)
+            yield from _READERS.get(_kind(file), _json_lines)(file, images)
         except FileNotFoundError:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
             raise RowError(
@@ -136,7 +136,7 @@ def _lines(file: str) -> Iterator[bytes]:
     yield rest
 
 
-def _json_lines(file: str) -> Iterator[Row]:
+def _json_lines(file: str, _images: str) -> Iterator[Row]:
     first = next((line for line in _lines(file) if line.strip()), b"").removeprefix(_BOM).strip()
     if first and (document := _document(file, first)) is not None:
         for number, content in enumerate(document, start=1):
@@ -242,7 +242,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"not JSON: {name} is no JSON number")
 
 
-def _csv(file: str) -> Iterator[Row]:
+def _csv(file: str, _images: str) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_CELL)
     lines = _lines(file)
     first = next(lines).removeprefix(b"\xef\xbb\xbf")  # spreadsheets begin a file so
@@ -275,7 +275,7 @@ def _csv(file: str) -> Iterator[Row]:
 # ---- Arrow
 
 
-def _parquet(file: str) -> Iterator[Row]:
+def _parquet(file: str, images: str) -> Iterator[Row]:
     _need("pyarrow", file)
     import pyarrow.parquet as parquet
 
@@ -283,10 +283,10 @@ def _parquet(file: str) -> Iterator[Row]:
         with parquet.ParquetFile(file) as opened:
             yield from opened.iter_batches(batch_size=_BATCH)
 
-    return _of_batches(file, batches)
+    return _of_batches(file, batches, images)
 
 
-def _arrow(file: str) -> Iterator[Row]:
+def _arrow(file: str, images: str) -> Iterator[Row]:
     _need("pyarrow", file)
     import pyarrow
 
@@ -299,10 +299,10 @@ def _arrow(file: str) -> Iterator[Row]:
                 opened.seek(0)
                 yield from pyarrow.ipc.open_stream(opened)
 
-    return _of_batches(file, batches)
+    return _of_batches(file, batches, images)
 
 
-def _of_hub(source: str, default_split: str) -> Iterator[Row]:
+def _of_hub(source: str, default_split: str, images: str) -> Iterator[Row]:
     _need("datasets", source)
     import datasets
 
@@ -324,31 +324,32 @@ def _of_hub(source: str, default_split: str) -> Iterator[Row]:
         for table in tables.iter(batch_size=_BATCH):
             yield from table.to_batches()
 
-    return (yield from _of_batches(source, batches))
+    return (yield from _of_batches(source, batches, images))
 
 
-def _of_batches(file: str, batches: Callable[[], Iterable[Any]]) -> Iterator[Row]:
+def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) -> Iterator[Row]:
     import pyarrow
 
     number = 0
     try:
         for batch in batches():
             if not number:
-                _say_left_out(file, batch.schema)
+                _say_left_out(file, [field for field in batch.schema if field.name != images])
                 _say_classes(file, batch.schema)
-            kept = [field.name for field in batch.schema if _is_json(field.type)]
+            kept = [field.name for field in batch.schema if field.name == images or _is_json(field.type)]
             kinds = {name: batch.schema.field(name).type for name in kept}
             for begin in range(0, batch.num_rows, _BATCH):
                 for values in batch.select(kept).slice(begin, _BATCH).to_pylist():
                     number += 1
-                    yield Row(file, number, _fields(values, kinds))
+                    shown = {} if values.get(images) is None else {images: values.pop(images)}
+                    yield Row(file, number, {**_fields(values, kinds), **shown})
     except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
         raise RowError(
             f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}"
         ) from error
 
 
-def _say_left_out(file: str, schema: Any) -> None:
+def _say_left_out(file: str, schema: Iterable[Any]) -> None:
     """Say which columns are no part of the tasks."""
     if left := [text for field in schema for text in _left_out(field.name, field.type)]:
         log.warning("%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left))
@@ -438,4 +439,8 @@ def _value(value: Any, kind: Any) -> Any:
     return value
 
 
-_READERS: dict[str, Callable[[str], Iterator[Row]]] = {".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+_READERS: dict[str, Callable[[str, str], Iterator[Row]]] = {
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

@@ -6,6 +6,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +18,9 @@ from rollout.tasks import reasoning_gym
 from rollout.tasks.fields import task_of
 from rollout.tasks.messages import with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
+from rollout.tasks.pictures import Pictures
 from rollout.tasks.rows import HUB, RowError, place, rows
+from rollout.tasks.shapes import shape_tasks
 from rollout.tasks.stored import SomeTasks, StoredTasks
 from rollout.tasks.text_gym import text_gym_tasks
 from rollout.tasks.verifiers import verifiers_tasks
@@ -70,6 +74,8 @@ class TaskSet:
     """Where each task is; None if they were generated."""
     classes: dict[str, dict[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
     """By field, for sampling: the indices of the tasks that have a value there."""
+    pictures: Pictures | None = field(default=None, compare=False, repr=False)
+    """The pictures that the tasks show, by the digests in their messages; None: they show none."""
 
     def place(self, index: int) -> str:
         """Return where a task is from: `FILE:LINE`, `FILE, row N`, or the source and the task's id."""
@@ -87,7 +93,7 @@ class TaskSet:
         if self.places is not None and places is not None:
             for index in kept:
                 places.add(self.places.file(index), self.places.numbers[index])
-        return TaskSet(tasks, digest.hexdigest(), self.source, places)
+        return TaskSet(tasks, digest.hexdigest(), self.source, places, pictures=self.pictures)
 
 
 def is_file(source: str) -> bool:
@@ -118,9 +124,10 @@ def load_tasks(
     kind, _, parameters = source.partition(":")
     if source not in BUILT_IN and kind not in FROM_LIBRARIES:
         raise TaskError(f"{source}: no such built-in task set; there is {' and '.join(BUILT_IN)}")
+    pictures = Pictures(directory)
     try:
         if source in BUILT_IN:
-            tasks = BUILT_IN[source](seed, split)
+            tasks = BUILT_IN[source](seed, split, pictures)
         else:
             tasks = FROM_LIBRARIES[kind](parameters, seed, split)
         tasks = [with_system_prompt(task, system_prompt) for task in tasks]
@@ -129,7 +136,7 @@ def load_tasks(
     digest = hashlib.sha256()
     for task in tasks:
         digest.update(_canonical(task))
-    return TaskSet(tuple(tasks), digest.hexdigest(), source)
+    return TaskSet(tuple(tasks), digest.hexdigest(), source, pictures=pictures if len(pictures) else None)
 
 
 def _canonical(task: Task) -> bytes:
@@ -145,10 +152,13 @@ def _load(
 ) -> TaskSet:
     """Read all rows once, and keep where the tasks are."""
     tasks, places, digest, ids = StoredTasks(directory), Places(), hashlib.sha256(), array("Q")
+    pictures = Pictures(directory)
     try:
-        for row in rows(source, default_split=default_split):
+        for row in rows(source, default_split=default_split, images=columns.get("images", "images")):
+            folder = None if row.file.startswith(HUB) else Path(row.file).parent
+            take = partial(pictures.take, folder=folder)
             try:
-                task = task_of(row, row.number if row.file == source else len(tasks) + 1, columns)
+                task = task_of(row, row.number if row.file == source else len(tasks) + 1, columns, take)
                 task = with_system_prompt(task, system_prompt)
                 tasks.append(task)
             except ValueError as error:
@@ -165,7 +175,7 @@ def _load(
     if not len(tasks):
         raise TaskError(f'{source}: holds no task; write one JSON object a line, e.g. {{"prompt": "1+2="}}')
     _refuse_same_ids(tasks, places, np.frombuffer(ids, np.uint64))
-    return TaskSet(tasks, digest.hexdigest(), source, places)
+    return TaskSet(tasks, digest.hexdigest(), source, places, pictures=pictures if len(pictures) else None)
 
 
 def _refuse_same_ids(tasks: Sequence[Task], places: Places, ids: np.ndarray) -> None:
@@ -212,7 +222,7 @@ def _permutation(size: int, label: str) -> list[int]:
     return np.argsort(random_bits(key, np.arange(size, dtype=np.uint64)), kind="stable").tolist()
 
 
-def _arithmetic(seed: int, split: Split) -> list[Task]:
+def _arithmetic(seed: int, split: Split, _pictures: Pictures) -> list[Task]:
     """Two-digit additions. The answer's digits are reversed, so that the carry runs in writing order.
 
     Evaluation holds out pairs of operands in both orders: 58+27 in training would give away 27+58.
@@ -221,7 +231,7 @@ def _arithmetic(seed: int, split: Split) -> list[Task]:
     return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
 
 
-def _products(seed: int, split: Split) -> list[Task]:
+def _products(seed: int, split: Split, _pictures: Pictures) -> list[Task]:
     """Two-digit multiplications: too hard for a small model without a calculator."""
     pairs = _pairs(f"products/{seed}", split)
     return [{"id": f"{a}*{b}", "prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
@@ -238,7 +248,16 @@ def _pairs(key: str, split: Split) -> list[tuple[int, int]]:
     return [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in excluded]
 
 
-BUILT_IN = {"builtin:arithmetic": _arithmetic, "builtin:products": _products}
+def _shapes(seed: int, split: Split, pictures: Pictures) -> list[Task]:
+    return shape_tasks(seed, split, EVAL_TASKS, pictures.take)
+
+
+SHAPES = "builtin:shapes"
+BUILT_IN: dict[str, Callable[[int, Split, Pictures], list[Task]]] = {
+    "builtin:arithmetic": _arithmetic,
+    "builtin:products": _products,
+    SHAPES: _shapes,
+}
 FROM_LIBRARIES: dict[str, Callable[[str, int, Split], list[Task]]] = {
     "reasoning_gym": lambda parameters, seed, split: reasoning_gym.gym_tasks(
         parameters, seed=seed, split=split

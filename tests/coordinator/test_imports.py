@@ -41,7 +41,7 @@ FLOORS = (
     {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.part_file", "rollout.quota"},
     {"rollout.processes", "rollout.sandbox", "rollout.storage", "rollout.trajectory", "rollout.settings"},
     {"rollout.blocking", "rollout.plugins", "rollout.tally"},
-    {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin"},
+    {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin", "rollout.pictures"},
 )
 """The rooms of the house, from the top floor down. A file beside the folders of its package is a room too."""
 MAY_IMPORT = {room: set().union(*FLOORS[floor + 1 :]) for floor, rooms in enumerate(FLOORS) for room in rooms}

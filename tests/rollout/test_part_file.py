@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout.origin import Code, Sampling
 from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
-from rollout.trajectory import Group, Sample, Turn, line_for_people
+from rollout.trajectory import Group, Picture, Sample, Turn, line_for_people, unfit
 
 
 def make_sample(length: int, *, text: str = "ab", reward: float | None = 0.5, seed: int = 0) -> Sample:
@@ -200,3 +200,19 @@ def test_people_read_one_line_a_group() -> None:
     assert (lines[0]["rank"], lines[0]["model_version"]) == (1, "d1")
     assert lines[1]["samples"] == [] and lines[1]["given_up"] == GROUPS[1].given_up
     assert "given_up" not in lines[0]
+
+
+def test_pictures_of_a_sample_come_back_and_a_part_without_any_says_nothing_of_them() -> None:
+    shown = make_sample(9)
+    shown.pictures = [Picture("a" * 64, 0, 2), Picture("b" * 64, 2, 4)]
+    data = encode_part([Group(0, "a", "", [shown, make_sample(5)])], HEADER)
+    (group,) = decode_part(data)[1]
+    assert [sample.pictures for sample in group.samples] == [shown.pictures, []]
+    assert b"pictures" not in encode_part([Group(0, "a", "", [make_sample(5)])], HEADER)
+
+
+@pytest.mark.parametrize("place", [(-1, 2), (2, 2), (3, 6), (0, 99)])
+def test_sample_whose_picture_is_not_in_its_prompt_is_unfit(place: tuple[int, int]) -> None:
+    sample = make_sample(9)
+    sample.pictures = [Picture("a" * 64, *place)]
+    assert "its picture" in (unfit(sample, demonstrated=False) or "")

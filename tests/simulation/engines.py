@@ -131,6 +131,7 @@ class EngineClient:
         request_timeout_s: float,
         retry_s: float = 10.0,
         facts: EngineFacts,
+        images: object = None,
     ) -> None:
         self.facts = facts
         self._engines = engines

@@ -7,7 +7,7 @@ their order, so every membership of the run makes the same bytes.
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group, Picture, Sample
 from trainer.batch.selection import (
     Lesson,
     batch_advantages,
@@ -110,6 +110,8 @@ class Batch:
     """(D,) trained tokens of each."""
     teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """(T,), by the teacher, natural log, 0 for tokens that are not trained; or (0,) without a teacher."""
+    pictures: Sequence[Sequence[Picture]] = ()
+    """(S,) those of each sequence, in order; empty if no sequence has any."""
 
     def __len__(self) -> int:
         """Number of sequences, without the absent ones."""
@@ -158,6 +160,8 @@ class Batch:
             "seed": self.seed,
             "counts": asdict(self.counts),
         }
+        if self.pictures:
+            header["pictures"] = [[astuple(picture) for picture in shown] for shown in self.pictures]
         arrays = {name: getattr(self, name) for name in _DTYPES}
         return safetensors.numpy.save(arrays, metadata={"batch": json.dumps(header, sort_keys=True)})
 
@@ -173,6 +177,7 @@ class Batch:
             batch = Batch(
                 **{name: arrays[name] for name in _DTYPES},
                 counts=Counts(**header["counts"]),
+                pictures=[[Picture(*fields) for fields in shown] for shown in header.get("pictures", ())],
                 **{name: header[name] for name in ("manifest_sha256", "policy", "seed")},
             )
         except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
@@ -210,6 +215,8 @@ class Batch:
             raise DamagedBatch("the first token of a sequence is marked as trained, but no logit scores it")
         if np.isinf(self.logprobs).any():
             raise DamagedBatch("a logprob is infinite, but no engine samples a token of probability 0")
+        if self.pictures and len(self.pictures) != sequences:
+            raise DamagedBatch(f"it has pictures of {len(self.pictures)} sequences, not of {sequences}")
         places = np.concatenate([[-1], self.absent_at, [sequences + len(self.absent_at)]])
         if len(self.absent_tokens) != len(self.absent_at) or (np.diff(places) < 1).any():
             raise DamagedBatch("absent_at and absent_tokens do not name places among all sequences")
@@ -297,6 +304,7 @@ def build_batch(
         ages=_flat([_ages(item.sample, source, iteration) for item, _, (_, source) in chosen], np.int32),
         teacher_logprobs=_flat(_taught(samples, settings), np.float32),
         counts=_counts(groups, window),
+        pictures=[sample.pictures for sample in samples] if any(s.pictures for s in samples) else (),
         manifest_sha256=manifest_sha256,
         policy=policy,
         seed=seed,

@@ -11,7 +11,7 @@ tokens after it, are left out here: nothing is predicted from them.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -50,6 +50,9 @@ class Microbatch:
     """(N,); (0,) without a teacher."""
     members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """(K,) the index in the batch of each sequence of the microbatch."""
+    pictures: Sequence[tuple[str, int, int]] | None = None
+    """The digest of each picture in the rows, its first token in the flattened rows, and how many it has;
+    None: the whole batch has none."""
 
     @property
     def is_packed(self) -> bool:
@@ -208,6 +211,8 @@ def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float)
             continue
         begin = int(batch.offsets[k])
         prompt = batch.token_ids[begin : begin + prompts[k]].tobytes()
+        if batch.pictures:  # of two pictures the tokens are the same
+            prompt += repr(batch.pictures[k]).encode()
         mine = latest.setdefault(prompt, alone)
         together = mine.tokens + tokens[k] - prompts[k]
         costs_apart = cost(mine.tokens, mine.shared > 0) + cost(tokens[k], several=False)
@@ -274,7 +279,21 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
         teacher_logprobs=batch.teacher_logprobs[trained if len(batch.teacher_logprobs) else trained[:0]],
         members=sequences,
+        pictures=list(_pictures(batch, laid)) if batch.pictures else None,
     )
+
+
+def _pictures(batch: Batch, laid: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the pictures of laid sequences, as Microbatch has them. A prompt that several sequences share is
+    there once, and so are its pictures.
+    """
+    prompts = set[int]()
+    for k, shared, start, own_begins in laid:
+        for picture in batch.pictures[k]:
+            begin = start if picture.begin < shared else own_begins - shared
+            if picture.begin >= shared or start not in prompts:
+                yield picture.digest, begin + picture.begin, picture.end - picture.begin
+        prompts.add(start)
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

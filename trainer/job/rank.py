@@ -29,13 +29,14 @@ from trainer.job.profile import Profiled
 from trainer.model.lora import LoraError
 from trainer.model.model import Learner, learning_rate
 from trainer.model.parallel import LayoutError
+from trainer.model.pictures import Pictures
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.update.step import StepStats, summary, train
 
 OF_A_NODE = {
     *("batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"),
-    *("profile", "copy_dir"),
+    *("profile", "copy_dir", "images_dir"),
 }
 """Fields of a request that may differ between nodes, because they are paths."""
 
@@ -188,6 +189,8 @@ class TrainerRank:
     ) -> list[StepStats]:
         if request.settings.needs_reference:
             learner.load_reference(Path(request.model_dir), request.settings)
+        if batch.pictures and learner.pictures is None and request.images_dir is not None:
+            learner.pictures = Pictures(Path(request.model_dir), Path(request.images_dir))
         return train(
             learner,
             batch,

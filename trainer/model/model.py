@@ -21,6 +21,7 @@ from trainer.model.host_memory import HostMemory
 from trainer.model.loading import build_scorer, count_parameters, model_directory
 from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout
+from trainer.model.pictures import Pictures
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
 from trainer.progress import SILENT, Progress
@@ -59,6 +60,8 @@ class Learner:
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.arrangement = Arrangement()
+        self.pictures: Pictures | None = None
+        """Where the pictures of batches are; needed for batches that have some."""
         self.written: dict[str, dict[str, Tensor]] = {}
         """What the files of weights hold that this rank has written last, by name, for deltas to them."""
         self.saved_as: dict[torch.dtype, Any] = {}
@@ -139,8 +142,13 @@ class Learner:
         temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
         if (microbatch.temperatures != 1).any():
             temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
+        pictures = None
+        if microbatch.pictures is not None:
+            if self.pictures is None:
+                raise ValueError("the batch has pictures, and the request does not say where they are")
+            pictures = self.pictures.placed(microbatch)
         try:
-            return scorer(inputs, scored_at, targets, temperatures, entropy_gradient)
+            return scorer(inputs, scored_at, targets, temperatures, entropy_gradient, pictures)
         finally:
             if self.layout.sharded and not torch.is_grad_enabled():
                 # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the

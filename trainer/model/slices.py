@@ -16,12 +16,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers import AutoConfig, PreTrainedModel, initialization
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.auto_factory import _get_model_class
 
-from rollout.engines.embedded.weights import refuse_incomplete
+from rollout.engines.embedded.weights import auto_model, refuse_incomplete
 from rollout.engines.model_dir import WeightsError, copied, read_json, tensor_names, weight_files
 from trainer.model.parallel import local_part
 
@@ -93,7 +93,7 @@ def _class_of(model_dir: Path) -> tuple[Any, Any]:
                 f"{model_dir}: transformers cannot read its config.json: {reason:.300}"
             ) from error
     try:
-        return config, _get_model_class(config, AutoModelForCausalLM._model_mapping)
+        return config, _get_model_class(config, auto_model(config.model_type)._model_mapping)
     except KeyError:
         raise WeightsError(
             f"{model_dir}: transformers has no causal language model of type {config.model_type!r}"

@@ -12,7 +12,7 @@ the policy would depend on the seed, and reinforcement learning would improve it
 import argparse
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -163,11 +163,11 @@ def build(seed: int, steps: int, out: Path, source: str = "builtin:arithmetic") 
         publish_directory(Path(saved), out)
 
 
-def main() -> None:
-    """Parse the command line and build."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.model.tiny", description="Make builtin:tiny.")
+def main(make: Callable[[int, int, Path, str], None] = build, lessons: Collection[str] = LESSONS) -> None:
+    """Parse the command line and build: `make` gets the seed, the steps, the directory and what is taught."""
+    parser = argparse.ArgumentParser(description="Make builtin:tiny.")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--tasks", choices=LESSONS, default="builtin:arithmetic", help="what it is taught")
+    parser.add_argument("--tasks", choices=lessons, default=next(iter(lessons)), help="what it is taught")
     parser.add_argument("--steps", type=int, default=800, help="of the warm-up; 0: random weights")
     parser.add_argument("--out", type=Path, required=True, help="the model directory; must not exist")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
@@ -175,7 +175,7 @@ def main() -> None:
     disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
-    build(args.seed, args.steps, args.out, args.tasks)
+    make(args.seed, args.steps, args.out, args.tasks)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rollout.engines.embedded.picture_input import Placed, picture_features, put_in
+from rollout.engines.model_facts import PICTURED
 from trainer.model.attention import Kernel
 from trainer.model.parallel import decoder_layers
 from trainer.model.rounding import Rounding
@@ -53,6 +55,15 @@ class Scorer(nn.Module):
         self._embeddings = [module for module in _decoder(self.causal).modules() if module not in inside]
         """Modules of the decoder outside of its layers."""
         self._head = [*{*self.causal.modules()} - {*_decoder(self.causal).modules()}]
+        self._tower: list[nn.Module] = []
+        """What makes features of pictures; its layers are rounded as those of the decoder."""
+        if self.causal.config.model_type in PICTURED:
+            self._tower = [
+                module
+                for module in self._head
+                if module not in inside and module is not self.causal.get_output_embeddings()
+            ]
+            self._head = [self.causal.get_output_embeddings()]
         if rounding:
             for layer in layers:
                 rounding.wrap(layer)
@@ -75,14 +86,18 @@ class Scorer(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None = None,
         entropy_gradient: bool = False,
+        pictures: Placed | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
         `inputs` is what the decoder takes of R rows of C tokens, see `neighbours.decoder_inputs`; `scored_at`
         (N,) indexes the flattened R x C positions. Each token's logits are divided by its own of
         `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
+        `pictures`: those in the rows.
         """
         decoder = _decoder(self._causal[0])
+        if pictures is not None:
+            inputs = self._with_pictures(inputs, pictures)
         with self._rounded(self._embeddings):
             hidden = decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
         scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
@@ -98,6 +113,15 @@ class Scorer(nn.Module):
             ]
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
+
+    def _with_pictures(self, inputs: Mapping[str, Any], pictures: Placed) -> dict[str, Any]:
+        """Return the inputs with embeddings, which have the features of pictures in their places."""
+        with self._rounded(self._tower):
+            features = picture_features(self.causal, pictures.pixels)
+        with self._rounded(self._embeddings):
+            embeddings = self.causal.get_input_embeddings()(inputs["input_ids"])
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
+        return {**others, "inputs_embeds": put_in(embeddings, features, pictures)}
 
     def _rounded(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         return self._rounding.applied_to(modules) if self._rounding else nullcontext()

@@ -16,6 +16,7 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 from rollout.counter_rng import uniforms
+from rollout.engines.embedded.picture_input import Shown
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy, as in vLLM."""
@@ -42,6 +43,8 @@ class Generation:
     top_k: int = 0
     """0: all tokens."""
     min_p: float = 0.0
+    pictures: Sequence[tuple[Shown, int]] = ()
+    """Those of the prompt, each with the place of its first token."""
     skip_special: bool = True
     """Whether special tokens are left out of the text, also where stop strings are searched."""
     future: "Future[list[Row]]" = field(default_factory=Future)

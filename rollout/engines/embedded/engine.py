@@ -23,6 +23,7 @@ from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
+from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError
@@ -72,6 +73,11 @@ class TorchEngine(threading.Thread):
         self._failure: Exception | None = None
         self.tokens = self.completions = 0
         """How many were generated and finished since the engine was started."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows of any length are decoded together, which pictures need."""
+        return self._batch_maker is PaddedBatch
 
     @property
     def healthy(self) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.engines.embedded.batch import Batch, Row, prefill_chunks
+from rollout.engines.embedded.picture_input import Shown, picture_features, placed, put_in
 
 
 class PaddedBatch(Batch):
@@ -77,13 +78,15 @@ class PaddedBatch(Batch):
         width = max(len(generation.prompt_ids) for generation in number_of)
         ids = torch.zeros(len(number_of), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
+        shown: list[tuple[Shown, int]] = []
         for generation, g in number_of.items():
             begin = width - len(generation.prompt_ids)
             ids[g, begin:] = torch.tensor(generation.prompt_ids, dtype=torch.long)
             mask[g, begin:] = 1
+            shown += [(picture, g * width + begin + at) for picture, at in generation.pictures]
         cache = DynamicCache()
         output = self.model(
-            input_ids=ids,
+            **({"inputs_embeds": self._with_pictures(ids, shown)} if shown else {"input_ids": ids}),
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             past_key_values=cache,
@@ -94,6 +97,12 @@ class PaddedBatch(Batch):
         for layer in _layers(cache):
             layer.keys, layer.values = layer.keys[kept], layer.values[kept]
         return cache, mask[kept], output.logits[kept, -1]
+
+    def _with_pictures(self, ids: Tensor, shown: Sequence[tuple[Shown, int]]) -> Tensor:
+        """(rows, L, hidden): embeddings of the ids, with the pictures' features in their places."""
+        pictures = placed(shown)
+        features = picture_features(self.model, pictures.pixels)
+        return put_in(self.model.get_input_embeddings()(ids), features, pictures)
 
     def _clear(self) -> None:
         self._cache = DynamicCache()

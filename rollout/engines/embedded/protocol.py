@@ -1,5 +1,6 @@
 """Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32. No torch."""
 
+import base64
 import secrets
 import time
 import uuid
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from rollout.engines.bodies import BadRequest, Body, GenerationBody
+from rollout.pictures import check_picture
 
 MAX_N = 16384
 """The most completions of one request."""
@@ -47,6 +49,8 @@ class CompletionBody(GenerationBody):
     stop_token_ids: list[StrictInt] | None = None
     skip_special_tokens: StrictBool = True
     add_special_tokens: StrictBool = True
+    content_parts: tuple[dict[str, Any], ...] = ()
+    """Pictures of the prompt, one for each placeholder in it, as in vLLM's /inference/v1/generate."""
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """Return the token ids of each prompt."""
@@ -121,6 +125,28 @@ def check_completion(body: CompletionBody) -> None:
             raise BadRequest(f"{name}: only 0 (the token's own) is supported by the embedded engine")
     if "" in body.stop_strings:
         raise BadRequest("stop: a stop string must not be empty")
+
+
+def pictures_of(body: CompletionBody) -> list[bytes]:
+    """Return the pictures of a request. Raises BadRequest if they are none, or if it asks for more than
+    completions of one prompt of token ids.
+    """
+    pictures: list[bytes] = []
+    try:
+        for part in body.content_parts:
+            head, comma, text = part["image_url"]["url"].partition(";base64,")
+            if part["type"] != "image_url" or not comma or not head.startswith("data:image/"):
+                raise ValueError(head[:40])
+            pictures.append(base64.b64decode(text, validate=True))
+            check_picture(pictures[-1])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadRequest(f"content_parts: must be pictures as data URIs of image_url: {error}") from error
+    is_ids = isinstance(body.prompt, list) and all(isinstance(token, int) for token in body.prompt)
+    if pictures and not is_ids:
+        raise BadRequest("content_parts: need one prompt, of token ids")
+    if pictures and body.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs: not of a prompt with pictures")
+    return pictures
 
 
 def check_prompt(

@@ -13,7 +13,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +30,12 @@ from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
+from rollout.engines.embedded.picture_input import PictureMismatch, PictureReader, Shown
 from rollout.engines.embedded.text import Texts
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_facts import has_processor, takes_pictures
+from rollout.plugins import is_installed
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096
@@ -49,6 +54,10 @@ class Server:
         self._adapter: str | None = None
         """The name of the adapter that is merged into the weights."""
         self._texts = Texts(model_dir)
+        # Now: later this directory may be gone, with the weights that were read from it.
+        sees = takes_pictures(Path(model_dir)) and has_processor(Path(model_dir)) and is_installed("PIL")
+        self._reader = PictureReader(model_dir) if sees else None
+        self._reading = threading.Lock()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_openai])
@@ -88,16 +97,23 @@ class Server:
             raise web.HTTPNotFound(text=f"Only `{self._adapter}` is served: it is merged into the weights.")
         protocol.check_completion(body)
         prompts = body.prompts(lambda text: self._texts.encode(text, body.add_special_tokens))
+        places: list[range] = []
+        shown: list[Shown] = []
+        if body.content_parts:
+            prompts[0], shown, places = await asyncio.to_thread(self._shown, prompts[0], body)
         seed = protocol.new_seed() if body.seed is None else body.seed
+        limit = self._engine.max_model_len
         generations = [
             Generation(
                 prompt_ids=prompt_ids,
                 n=body.n,
+                pictures=[(picture, place.start) for picture, place in zip(shown, places, strict=True)],
                 max_tokens=protocol.check_prompt(
                     prompt_ids,
-                    body.max_tokens,
+                    # Who asks cannot know how many tokens a picture becomes.
+                    None if shown and len(prompt_ids) + (body.max_tokens or 0) > limit else body.max_tokens,
                     vocab_size=self._engine.vocab_size,
-                    max_model_len=self._engine.max_model_len,
+                    max_model_len=limit,
                 ),
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
@@ -117,7 +133,7 @@ class Server:
         answer = protocol.completion_body(
             self._model_dir,
             [
-                self._choice(row, body, of_prompt)
+                self._choice(row, body, of_prompt) | _ranges(places)
                 for rows, of_prompt in zip(finished, scored, strict=True)
                 for row in rows
             ],
@@ -126,6 +142,21 @@ class Server:
         )
         # Faster than json.dumps, which takes 0.2 ms a group of the thread that all requests share.
         return web.Response(body=to_json(answer), content_type="application/json")
+
+    def _shown(
+        self, prompt_ids: list[int], body: protocol.CompletionBody
+    ) -> tuple[list[int], list[Shown], list[range]]:
+        """Return the prompt with its pictures' tokens, the pictures, and where these tokens are."""
+        pictures = protocol.pictures_of(body)
+        if self._reader is None or not self._engine.pads:
+            raise BadRequest(f"content_parts: {self._model_dir} is shown no pictures by the embedded engine")
+        with self._reading:
+            shown = [self._reader.read(data) for data in pictures]
+            try:
+                expanded, places = self._reader.expanded(prompt_ids, shown)
+            except PictureMismatch as error:
+                raise BadRequest(f"content_parts: {error}") from error
+        return expanded, shown, places
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.TokenizeBody)
@@ -232,6 +263,11 @@ class Server:
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt_ids if with_ids else None,
         }
+
+
+def _ranges(places: Sequence[range]) -> dict[str, Any]:
+    """Return where the pictures are in the prompt's tokens, for a choice; nothing without pictures."""
+    return {"image_ranges": [[place.start, place.stop] for place in places]} if places else {}
 
 
 @web.middleware

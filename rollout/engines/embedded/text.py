@@ -1,8 +1,10 @@
 """Convert text to token ids and back, for the embedded engine's server."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
@@ -10,6 +12,9 @@ from transformers import AutoTokenizer
 from rollout.engines.bodies import BadRequest
 from rollout.engines.completion import whole_characters
 from rollout.engines.embedded.protocol import TokenizeBody
+from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_facts import placeholder
+from rollout.pictures import pictures_in
 
 if TYPE_CHECKING:  # a tokenizer needs no torch
     from rollout.engines.embedded.batch import Row
@@ -27,6 +32,9 @@ class Texts:
         self._tokenizer = AutoTokenizer.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=False
         )
+        self._placeholder: int | None = None
+        with contextlib.suppress(WeightsError):  # a tokenizer alone, without the model's configuration
+            self._placeholder = placeholder(Path(model_dir))
         self._token_text: dict[int, str] = {}
         self._prompt: list[int] = []
         self._skips = True
@@ -47,6 +55,9 @@ class Texts:
             return self.encode(body.prompt, body.add_special_tokens is not False)
         if not self._tokenizer.chat_template:
             raise BadRequest(f"messages: the tokenizer of {self._name} has no chat template")
+        pictures = len(pictures_in(body.messages))
+        if pictures:
+            body = body.model_copy(update={"messages": _in_parts(body.messages or [])})
         messages = [_with_arguments(message) for message in body.messages or ()]
         try:
             text = self._rendered(messages, body)
@@ -55,7 +66,20 @@ class Texts:
                 text = self._rendered(body.messages or [], body)
             except Exception:
                 raise BadRequest(f"messages: the chat template refuses them: {error}") from error
-        return self.encode(text, bool(body.add_special_tokens))
+        token_ids = self.encode(text, bool(body.add_special_tokens))
+        if pictures:
+            self._check_places(token_ids, pictures)
+        return token_ids
+
+    def _check_places(self, token_ids: Sequence[int], pictures: int) -> None:
+        """Raise BadRequest unless the tokens have a place for each of so many pictures."""
+        if self._placeholder is None:
+            raise BadRequest(f"messages: they show pictures, and {self._name} takes none")
+        if (count := token_ids.count(self._placeholder)) != pictures:
+            raise BadRequest(
+                f"messages: they show {pictures} pictures, and the chat template of {self._name} gives them "
+                f"{count} places; a text with the placeholder in it has one too"
+            )
 
     def _rendered(self, messages: list[dict[str, Any]], body: TokenizeBody) -> str:
         return self._tokenizer.apply_chat_template(
@@ -103,6 +127,16 @@ class Texts:
             if token_id not in self._token_text:
                 self._token_text[token_id] = self._tokenizer.decode([token_id])
         return [self._token_text[token_id] for token_id in token_ids]
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with lists of parts as their contents: many templates that know pictures want that."""
+    return [
+        message | {"content": [{"type": "text", "text": text}] if text else []}
+        if isinstance(text := message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, weight_files
-from rollout.engines.model_facts import keep_frequencies
+from rollout.engines.model_facts import PICTURED, keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of config.json that may differ between versions of a model."""
@@ -77,6 +77,11 @@ class ModelWeights:
         return True
 
 
+def auto_model(model_type: str) -> Any:
+    """Return what transformers loads models of a type with."""
+    return AutoModelForImageTextToText if model_type in PICTURED else AutoModelForCausalLM
+
+
 def load_model(
     model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"], **more: Any
 ) -> PreTrainedModel:
@@ -87,7 +92,7 @@ def load_model(
     if is_adapter(model_dir):
         raise WeightsError(f"{model_dir}: is an adapter, not a whole model; give the model that it adds to")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_model(_config(model_dir).get("model_type", "")).from_pretrained(
             model_dir,
             dtype=dtype,
             local_files_only=True,

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
 from coordinator.settings import loading
@@ -379,3 +381,60 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     refusals.look_at_text(
         settings, model, loaded, None, {}, Vllm(settings.engine, 0)
     )  # which may know another one
+
+
+# ---- pictures
+
+
+LLAVA = {"model_type": "llava", "image_token_index": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "reason"),
+    [
+        (
+            {"model_type": "qwen3"},
+            {},
+            "--model MODEL does not go with it yet; give a model of the family llava",
+        ),
+        (
+            LLAVA,
+            {},
+            "--model MODEL without a preprocessor_config.json does not go with it yet; put the files",
+        ),
+        (LLAVA, {"rollout.environment": "python"}, "the environment python .*; give single_turn"),
+        (LLAVA, {"rollout.segment_tokens": 8}, "rollout.segment_tokens=8 .*; leave it out"),
+        (LLAVA, {"rollout.thinking_tokens": 8, "rollout.reasoning_end": "x"}, "thinking_tokens=8 "),
+        (LLAVA, {"trainer.lora.rank": 4}, "trainer.lora.rank=4 .*; give 0"),
+        (
+            LLAVA,
+            {"trainer.tensor_parallel_size": 2, "trainer.processes_per_node": 2},
+            "tensor_parallel_size=2 ",
+        ),
+    ],
+)
+def test_what_takes_no_pictures_yet_is_refused(
+    tmp_path: Path, config: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    shown = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}
+    tasks = tasks_at(tmp_path / "t.jsonl", CHAT, {"messages": [shown], "answer": "3"})
+    model = str(write_model(tmp_path / "model", config))
+    if given or config != LLAVA:
+        (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    text = refusal({"engine.kind": "torch", "model": model, "tasks": tasks, **given})
+    assert text.startswith(f"{tasks}:2: this task shows a picture, and ")
+    assert re.search(reason.replace("MODEL", model), text)
+    assert "--model builtin:tiny does not go with it" in refusal({"tasks": tasks})
+
+
+def test_model_that_sees_is_not_served_by_vllm_yet_whatever_the_tasks(tmp_path: Path) -> None:
+    model, settings = write_model(tmp_path / "model", LLAVA), loading.build({"model": "here"})
+    tasks = load_tasks("builtin:arithmetic", seed=0, split="train")
+    with pytest.raises(
+        SettingsError, match=r"--model here is a llava, and the engine .*; give --engine torch"
+    ):
+        refusals.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+    refusals.refuse_pictures(settings, Embedded(EngineSettings(), 0), model, tasks, None, {})
+    write_model(model, {"model_type": "qwen3"})
+    refusals.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})

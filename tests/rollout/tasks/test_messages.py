@@ -57,7 +57,7 @@ def test_parts_of_text_are_one_text_and_empty_fields_are_none(tmp_path: Path) ->
     asked = {"role": "user", "content": parts, "name": "Ann", "tool_calls": None, "refusal": None}
     assert loaded(tmp_path, {"messages": [asked]})["messages"] == [{**ASK, "name": "Ann"}]
     with pytest.raises(TaskError, match=r"`messages`: 0\.content: only parts of the type text"):
-        loaded(tmp_path, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})
+        loaded(tmp_path, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainer.batch.batch import Batch
 from trainer.model import attention
 from trainer.model.model import build_learner
+from trainer.model.pictures import Pictures
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 
@@ -49,6 +50,8 @@ def run_rank(directory: Path, rank: int) -> None:
         if rank and not learner.layout.sharded:  # a machine of another kind, whose replica has drifted
             with torch.no_grad():
                 next(iter(learner.parameters.values())).view(-1)[rank] += 0.5
+        if batch.pictures:
+            learner.pictures = Pictures(directory / case["model"], directory / "images")
         learner.take_over_lead()
         if settings.kl != "off":
             learner.load_reference(directory / "reference", settings)

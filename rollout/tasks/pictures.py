@@ -1,0 +1,177 @@
+"""Take the pictures of tasks: each is checked once, and known by its digest until a node publishes it."""
+
+import base64
+import binascii
+import os
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.pictures import MAX_BYTES, PictureError, check_picture, digest_of
+from rollout.processes.reward import missing
+from rollout.storage import files, once
+
+_DATA = "data:"
+_MARK = "<image>"
+"""What many data sets write into a text where a picture goes."""
+
+
+class Pictures:
+    """The pictures of a set of tasks. What was given as bytes is in a temporary file without a name."""
+
+    def __init__(self, directory: str | None = None) -> None:
+        """`directory`: of the temporary file; None: where the system has such files ($TMPDIR)."""
+        self._directory = directory
+        self._paths: dict[str, Path] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._file: Any = None
+        self._digests: dict[Path, str] = {}
+        """By path: a picture of many tasks is checked once."""
+        self._published: set[str] = set()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._paths or digest in self._places
+
+    def __len__(self) -> int:
+        return len(self._paths.keys() | self._places.keys())
+
+    def take(self, value: Any, folder: Path | None) -> str:
+        """Return the digest of a picture: bytes, a data URI, a path, below `folder` if it does not begin with
+        /, or {"bytes": ..., "path": ...} as `datasets` has it. Raises PictureError.
+        """
+        if reason := missing("PIL", "pictures"):
+            raise PictureError(reason)
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("url") or value.get("path")
+        if isinstance(value, bytes):
+            return self._take_bytes(value)
+        if not isinstance(value, str) or not value:
+            raise PictureError("must be a path, bytes, or a text that begins with data:image/")
+        if value.startswith(_DATA):
+            return self._take_bytes(_decoded(value))
+        if "://" in value[:16]:
+            raise PictureError(
+                f"{value:.80}: nothing is fetched for a task; save it as a file, give its path"
+            )
+        path = Path(value)
+        if not path.is_absolute() and folder is None:
+            raise PictureError(
+                f"{value:.80}: there is no folder that this path begins in; give the whole path"
+            )
+        path = (folder or Path()) / path
+        if path not in self._digests:
+            data = _read(path)
+            try:
+                check_picture(data)
+            except PictureError as error:
+                raise PictureError(f"{path}: {error}") from error.__cause__
+            self._digests[path] = digest_of(data)
+            self._paths.setdefault(self._digests[path], path)
+        return self._digests[path]
+
+    def _take_bytes(self, data: bytes) -> str:
+        digest = digest_of(data)
+        if digest not in self._places:
+            check_picture(data)
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
+            begin, view = self._file.seek(0, os.SEEK_END), memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+            self._places[digest] = begin, len(data)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """Return a picture's bytes. Raises PictureError if its file has changed since it was taken."""
+        if digest in self._places:
+            begin, size = self._places[digest]
+            data = os.pread(self._file.fileno(), size, begin)  # forked processes share the place in the file
+        else:
+            data = _read(self._paths[digest])
+        if digest_of(data) != digest:
+            where = self._paths.get(digest, "the temporary copy of a picture")
+            raise PictureError(f"{where}: has changed since this node was started; start it again")
+        return data
+
+    def publish(self, digest: str, directory: Path) -> None:
+        """Write a picture into `directory` under its digest, unless it is there. Raises PictureError if
+        something else is there.
+        """
+        if digest in self._published:
+            return
+        path = directory / digest
+        if not self._published:
+            files.make_directory(directory)
+        if not once.create_once(path, self.read(digest)):
+            raise PictureError(f"{path}: does not hold the picture that its name says; remove it")
+        self._published.add(digest)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        facts = os.stat(path)
+        if not stat.S_ISREG(facts.st_mode):
+            raise PictureError(f"{path}: is no file")
+        if facts.st_size > MAX_BYTES:
+            raise PictureError(f"{path}: {facts.st_size} bytes, and at most {MAX_BYTES} are taken")
+        return files.read(path)
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        if isinstance(error, PictureError):
+            raise
+        raise PictureError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _decoded(uri: str) -> bytes:
+    head, comma, text = uri.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise PictureError(f"{head:.40}: a data URI must be data:image/...;base64,...")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise PictureError(f"{head:.40}: its base64 does not decode: {error}") from error
+
+
+def with_column(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages that show the pictures of a column, in order: where parts {"type": "image"} or the
+    texts `<image>` are, else before the first words of the user. Raises ValueError if they are not as many.
+    """
+    pieces = [[*_pieces(message)] for message in messages]
+    empty = [part for parts in pieces for part in parts if _is_empty(part)]
+    if not empty:
+        at = next((n for n, message in enumerate(messages) if message.get("role") == "user"), None)
+        if at is None:
+            raise ValueError("`images`: no message of the user is there to show them in")
+        empty = [{"type": "image"} for _ in pictures]
+        pieces[at] = [*empty, *pieces[at]]
+    if len(empty) != len(pictures):
+        raise ValueError(
+            f"`images` holds {len(pictures)} pictures, and the messages have {len(empty)} places"
+        )
+    for part, picture in zip(empty, pictures, strict=True):
+        part["image"] = picture
+    return [
+        {**message, "content": parts} if any("image" in part for part in parts) else {**message}
+        for message, parts in zip(messages, pieces, strict=True)
+    ]
+
+
+def _pieces(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a message's content, cut where a picture goes."""
+    content = message.get("content") or ""
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        if not isinstance(part.get("text"), str):
+            yield {**part}
+            continue
+        for number, text in enumerate(part["text"].split(_MARK)):
+            if number:
+                yield {"type": "image"}
+            if text:
+                yield {"type": "text", "text": text}
+
+
+def _is_empty(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image" and not any(part.get(name) for name in ("image", "url", "path"))

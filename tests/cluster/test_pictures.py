@@ -1,0 +1,56 @@
+"""A run whose tasks show pictures: two nodes, killed once, with a model that sees."""
+
+import json
+
+import pytest
+
+from rollout.pictures import digest_of
+from tests.cluster.cluster import FAST, Cluster
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+SETTINGS = (
+    "--tasks",
+    "builtin:shapes",
+    "--iterations",
+    "2",
+    *FAST,
+    "rollout.max_tokens=8",
+    "eval.interval=1",
+)
+
+
+def test_pictures_are_files_that_samples_list_and_the_trainer_computes_what_the_engines_did(
+    cluster: Cluster,
+) -> None:
+    cluster.start(0, "--num-nodes", "2", *SETTINGS)
+    cluster.start(1)
+    cluster.until(
+        lambda: cluster.run_dir.images.exists() and any(cluster.run_dir.images.iterdir()), "a picture"
+    )
+    cluster.kill(1)
+    cluster.nodes[1].wait()
+    cluster.start(1)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
+    shown: set[str] = set()
+    for iteration in (1, 2):
+        for kind in ("train", "eval"):
+            for group in cluster.groups(iteration, kind).values():
+                for sample in group.samples:
+                    (picture,) = sample.pictures
+                    shown.add(picture.digest)
+                    assert picture.end - picture.begin == 17
+                assert len({sample.pictures[0] for sample in group.samples}) == 1
+    files = {path.name: path.read_bytes() for path in cluster.run_dir.images.iterdir()}
+    assert shown <= files.keys() and all(digest_of(data) == name for name, data in files.items())
+    for iteration in (1, 2):
+        metrics = json.loads((cluster.run_dir.checkpoint(iteration) / "result.json").read_text())["metrics"]
+        assert metrics["mismatch_max"] < 1e-4 and metrics["grad_norm"] > 0
+
+
+def test_picture_that_has_changed_ends_the_run_with_its_name(cluster: Cluster) -> None:
+    assert cluster.run(1, *SETTINGS[:3], "1", *SETTINGS[4:]) == [0]
+    for path in cluster.run_dir.images.iterdir():
+        path.write_bytes(b"another")
+    assert cluster.run(1, "--iterations", "3") != [0]  # it evaluates on the same tasks again
+    assert "does not hold the picture that its name says; remove it" in cluster.output(0)

@@ -108,8 +108,7 @@ def _link_all(parent: RunDir, child: RunDir, iteration: int) -> Forked:
 
 def _taken(parent: RunDir, newest: int) -> Iterator[Path]:
     """Yield the directories of what was finished up to iteration `newest`."""
-    if parent.base_model.is_dir():
-        yield parent.base_model
+    yield from filter(Path.is_dir, (parent.base_model, parent.images))
     samples = (parent.trajectories("train", 0), parent.trajectories("eval", 0))
     for directory in (*samples, parent.batch(0), parent.checkpoint(0)):
         yield from (path for number, path in _by_iteration(directory.parent) if number <= newest)

@@ -14,6 +14,7 @@ from coordinator.protocol.phases import By, Phase, rows_of
 from coordinator.rows.table import run_iteration
 from rollout.rewards.builtin import resolve_reward
 from rollout.tasks.task_set import load_tasks
+from tests.user_code import forget
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -118,7 +119,9 @@ def test_reward_and_tasks_of_the_readme_work(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "tasks.jsonl").write_text(blocks["json"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    forget(monkeypatch)
+    monkeypatch.setitem(sys.modules, name.removesuffix(".py"), sys)  # so that what comes there goes again
+    del sys.modules[name.removesuffix(".py")]
     (command,) = [command for command in commands() if "--reward" in command]
     assert "--tasks tasks.jsonl" in command
     score = resolve_reward(re.findall(r"--reward (\S+)", command)[0])

@@ -20,6 +20,7 @@ from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group
 from tests.rollout.collecting import collect
 from tests.rollout.rollout_helpers import RunningServer
+from tests.user_code import forget
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "tasks.md").read_text() + (DOCS / "environments.md").read_text()
@@ -66,6 +67,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tasks.jsonl").write_text(TASKS[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    forget(monkeypatch)
     yield tmp_path
     for name in ("my_agent.py", *MODULES):
         sys.modules.pop(name.removesuffix(".py"), None)

@@ -19,6 +19,7 @@ from rollout.slots import Slot
 from rollout.trajectory import Group
 from tests.rollout.collecting import collect
 from tests.rollout.templated import QWEN3, TemplatedClient
+from tests.user_code import forget
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -85,6 +86,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in {**MODULES, **OTHERS}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    forget(monkeypatch)
     yield
     for name in (*OTHERS, *MODULES):
         sys.modules.pop(name.removesuffix(".py"), None)

@@ -1,0 +1,12 @@
+"""Code of the user's, of which a process of tests has had some before, by the same names."""
+
+import pytest
+
+from rollout import plugins
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have modules of the user's found, read and run by new processes, whatever earlier tests have loaded."""
+    monkeypatch.setattr(plugins, "_searched", list[str]())
+    monkeypatch.setattr("rollout.processes.reward._pools", {})
+    plugins._source.cache_clear()

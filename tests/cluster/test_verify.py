@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from coordinator.console.commands.verify import verify
+from coordinator.console.commands.verify import _distance, verify
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
@@ -121,6 +121,18 @@ def test_a_document_that_names_another_digest_is_found(
     path.write_text(json.dumps({**json.loads(path.read_text()), name: "f00d"}))
     assert verify(run_dir.root, None, files_only=True) == 1
     assert problem in capsys.readouterr().out
+
+
+def test_distance_is_over_numbers_of_every_type(tmp_path: Path) -> None:
+    for name, shift in (("before", 0), ("theirs", 4), ("ours", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        tensors = {
+            kind: np.array([1 + shift], kind) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1")
+        }
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    apart, way = _distance(tmp_path / "theirs", tmp_path / "ours", tmp_path / "before")
+    assert (apart, way) == (pytest.approx(np.sqrt(8 * 3.0**2)), pytest.approx(np.sqrt(8 * 4.0**2)))
 
 
 def test_what_is_not_there_is_refused(finished: RunDir, tmp_path: Path) -> None:

@@ -44,8 +44,11 @@ END_S = 60.0
 TOLERANCE = 0.1
 """How far weights that are trained again on other hardware may end from the published ones, as a fraction of
 the way from the policy before."""
-NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Number types of weights, as numpy reads their bits."""
+NUMBERS = {
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
+    **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"},
+}
+"""Number types of weights, and of buffers beside them, as numpy reads their bits."""
 
 
 def verify(root: Path, iteration: int | None, files_only: bool) -> int:

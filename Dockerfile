@@ -20,7 +20,7 @@ ARG CONSTRAINTS=constraints.txt
 ARG PIP_EXTRA_INDEX_URL
 
 WORKDIR /usr/src/flagpost
-COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY pyproject.toml README.md LICENSE constraints.txt flagpost_command.py ./
 COPY coordinator coordinator
 COPY rollout rollout
 COPY trainer trainer

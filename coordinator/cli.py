@@ -1,7 +1,6 @@
 """The command `run`, also installed as `flagpost`: parse, then call. Nothing else."""
 
 import errno
-import importlib.util
 import io
 import json
 import os
@@ -207,34 +206,16 @@ def _app(name: str) -> typer.Typer:
     return app
 
 
-def _hidden_package() -> str:
-    """Say which file imports find in place of one of our packages, and what to do; empty if none is."""
-    ours = Path(__file__).parents[1]
-    for package in ("rollout", "trainer"):
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(ours / package):
-            continue
-        place = (spec and (spec.origin or next(iter(spec.submodule_search_locations or ())))) or "nothing"
-        return (
-            f"imports of {package!r} find {place}, not {ours / package}: take {Path(place).parent} off "
-            "PYTHONPATH (an empty part of it is the current directory), or give that file another name"
-        )
-    return ""
-
-
 def main() -> int:
     """Parse the arguments of `run` and call; return the exit code. Every bad input is one line."""
     from coordinator.journal.streams import repair_streams
 
     repair_streams()
-    if hidden := _hidden_package():
-        print(f"run: {hidden}", file=sys.stderr)
-        return 2
     from rollout.environment_variables import need_no_proxy, need_utf8_folder
 
     need_no_proxy(os.environ)
     need_utf8_folder(os.environ)
-    os.umask(os.umask(0o077) | 0o007)
+    os.umask((os.umask(0o077) | 0o007) & 0o077)  # the owner may, all others may not
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     program = "flagpost" if Path(sys.argv[0]).name == "flagpost" else PROGRAM

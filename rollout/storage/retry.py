@@ -158,6 +158,8 @@ def _retry(
             if not (denied or error.errno in passing) or over:
                 if isinstance(error, FileNotFoundError | FileExistsError) and error.errno not in passing:
                     raise
+                if isinstance(error, SharedFsError):  # of a call within this one, with all there is to say
+                    raise
                 raise SharedFsError(verb, path, error, tried_s) from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)

@@ -207,11 +207,18 @@ def test_completion_is_installed_for_the_name_that_was_typed(run: Run, place: Pa
 
 def test_both_names_of_the_command_are_the_same(run: Run, place: Path) -> None:
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"run": "coordinator.cli:main", "flagpost": "coordinator.cli:main"}
+    assert scripts == {"run": "flagpost_command:main", "flagpost": "flagpost_command:main"}
     words = "import sys; from coordinator.cli import main; sys.argv[0] = '/bin/flagpost'; sys.exit(main())"
     as_flagpost = ("-c", words)
     assert run("--help", command=as_flagpost).stdout == run("--help").stdout
     assert "--rl-phase=all" in refusal(run, place, "--rl-phase", "all", command=as_flagpost)
+
+
+@pytest.mark.parametrize(("umask", "result"), [(0o022, 0o027), (0o722, 0o027), (0o777, 0o077)])
+def test_owner_may_do_all_and_others_nothing_whatever_the_umask_is(run: Run, umask: int, result: int) -> None:
+    script = "import os; from coordinator.cli import main; main(); print(os.umask(0))"
+    ended = run("--version", command=("-c", script), umask=umask)
+    assert ended.stdout.splitlines()[-1] == str(result)
 
 
 def test_version_is_printed(run: Run) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.paths import REPOSITORY
 
 PACKAGES = ("coordinator", "rollout", "trainer")
+MODULES = ("flagpost_command",)
 NOT_SOURCES = (
     *(".git", ".venv*", "runs", "build", "dist", "*.egg-info"),
     *("__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),

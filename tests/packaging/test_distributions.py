@@ -13,6 +13,7 @@ import pytest
 from coordinator.directory.layout import RunDir
 from tests.coordinator import example_run
 from tests.packaging.distributions import (
+    MODULES,
     PACKAGES,
     Distributions,
     bare_variables,
@@ -57,7 +58,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 def sources() -> set[str]:
     """Every file of the packages, templates and the like included."""
-    return {
+    return {f"{module}.py" for module in MODULES} | {
         str(path.relative_to(REPOSITORY))
         for package in PACKAGES
         for path in (REPOSITORY / package).rglob("*")
@@ -90,7 +91,7 @@ def test_metadata_names_licence_readme_and_command(built: Distributions) -> None
     assert metadata["License-Expression"] == "Apache-2.0"
     assert files["licenses/LICENSE"] == (REPOSITORY / "LICENSE").read_bytes()
     assert metadata.get_payload() == (REPOSITORY / "README.md").read_text()
-    assert "run = coordinator.cli:main" in files["entry_points.txt"].decode()
+    assert "run = flagpost_command:main" in files["entry_points.txt"].decode()
 
 
 def call(python: Path, here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -104,7 +105,7 @@ def call(python: Path, here: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def test_what_is_imported_is_what_was_installed(python: Path, tmp_path: Path) -> None:
-    names = (*PACKAGES, "trainer.model.tiny", "coordinator.console.report")
+    names = (*MODULES, *PACKAGES, "trainer.model.tiny", "coordinator.console.report")
     script = f"from importlib.util import find_spec\nfor name in {names!r}: print(find_spec(name).origin)"
     done = subprocess.run(
         [str(python), "-c", script],

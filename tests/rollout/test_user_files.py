@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,17 +82,24 @@ def test_a_checkout_of_what_is_installed_hides_nothing(tmp_path: Path) -> None:
     assert "no such name" in resolve(tmp_path, "rollout.plugins:score")
 
 
-def test_pythonpath_that_puts_such_a_file_before_ours_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").touch()
+@pytest.mark.parametrize("name", ["trainer", "rollout", "coordinator"])
+def test_pythonpath_that_puts_such_a_file_before_ours_is_refused_in_one_line(
+    tmp_path: Path, name: str
+) -> None:
+    """In the command as pip makes it: what its script imports first is none of these names."""
+    (tmp_path / f"{name}.py").touch()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["run"].partition(":")
+    script = f"import sys; from {module} import {function}; sys.argv[1:] = ['status']; sys.exit({function}())"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "coordinator.cli", "status"],
+        [sys.executable, "-P", "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f":{REPOSITORY / 'nothing'}"},
+        env={**os.environ, "PYTHONPATH": f":{REPOSITORY}"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2 and "trainer.py" in done.stderr and "off PYTHONPATH" in done.stderr
+    assert done.returncode == 2 and f"{name}.py" in done.stderr and "off PYTHONPATH" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

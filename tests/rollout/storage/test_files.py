@@ -315,6 +315,15 @@ def test_error_that_passes_is_gone_at_the_next_call(
     assert sorted(files.listing(tmp_path)) == ["a", "b", "c"]
 
 
+def test_directory_below_others_that_cannot_be_made_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "mkdir", errno.EROFS, when=lambda path, *_: path.name == "a")
+    with pytest.raises(SharedFsError) as caught:
+        make_directory(tmp_path / "a" / "b")
+    assert str(caught.value).count("read-only") == 1
+
+
 def test_directory_is_made_without_a_look_and_known_where_nobody_may_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

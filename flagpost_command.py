@@ -1,0 +1,33 @@
+"""The commands `run` and `flagpost`, as pip installs them.
+
+A module beside the packages: a user's file of the same name as one of them may be found in its place. That is
+refused here, before any of them is imported.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Call the command line; return its exit code."""
+    if hidden := _hidden_package():
+        print(f"run: {hidden}", file=sys.stderr)
+        return 2
+    from coordinator import cli
+
+    return cli.main()
+
+
+def _hidden_package() -> str:
+    """Say which file imports find in place of one of our packages, and what to do; empty if none is."""
+    for package in ("coordinator", "rollout", "trainer"):
+        ours, spec = Path(__file__).parent / package, importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(ours):
+            continue
+        place = (spec and (spec.origin or next(iter(spec.submodule_search_locations or ())))) or "nothing"
+        return (
+            f"imports of {package!r} find {place}, not {ours}: take {Path(place).parent} off "
+            "PYTHONPATH (an empty part of it is the current directory), or give that file another name"
+        )
+    return ""

@@ -209,8 +209,10 @@ def _app(name: str) -> typer.Typer:
 def main() -> int:
     """Parse the arguments of `run` and call; return the exit code. Every bad input is one line."""
     from coordinator.journal.streams import repair_streams
+    from coordinator.machine.signals import need_signals
 
     repair_streams()
+    need_signals()
     from rollout.environment_variables import need_no_proxy, need_utf8_folder
 
     need_no_proxy(os.environ)
@@ -251,6 +253,11 @@ def main() -> int:
 
         if (reason := explained(error)) is not error:
             print(f"run: {reason}", file=sys.stderr)
+            return 1
+        if isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/"):
+            print(
+                f"run: {error.filename} is not there: mount /proc (mount -t proc proc /proc)", file=sys.stderr
+            )
             return 1
         if isinstance(error, FileNotFoundError) and error.filename is None:
             print("run: the current directory was removed: go to another one (cd), and type it again",

@@ -26,6 +26,14 @@ def is_ignored_hangup(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
+def need_signals() -> None:
+    """Have this process hear signals, and of children that end, whatever has started it. Where SIGCHLD is
+    ignored the exit code of each child is lost, and counts as 0.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 class Signals:
     """Hands the first signal to `act`, in a thread. A second one ends the process at once: user code may hold
     the node, or a hung mount, and the keeper does the rest.

@@ -221,6 +221,17 @@ def test_owner_may_do_all_and_others_nothing_whatever_the_umask_is(run: Run, uma
     assert ended.stdout.splitlines()[-1] == str(result)
 
 
+def test_signals_are_heard_and_exit_codes_of_children_are_true_whatever_started_the_command(run: Run) -> None:
+    script = (
+        "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN)\n"
+        "s.pthread_sigmask(s.SIG_BLOCK, s.valid_signals())\n"
+        "from coordinator.cli import main; main(); print(s.pthread_sigmask(s.SIG_BLOCK, []))\n"
+        "import subprocess; print(subprocess.call(['false']))"
+    )
+    ended = run("--version", command=("-c", script))
+    assert ended.stdout.splitlines()[1:] == ["set()", "1"], ended.stderr
+
+
 def test_version_is_printed(run: Run) -> None:
     ended = run("--version")
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "flagpost")

@@ -51,6 +51,11 @@ def test_doctor_knows_of_a_loopback_that_is_down_and_that_temporary_files_have_n
     [
         (RuntimeError("can't start new thread"), 1, "run: can't start new thread: "),
         (FileNotFoundError(errno.ENOENT, "of getcwd"), 2, "run: the current directory was removed: go to"),
+        (
+            FileNotFoundError(errno.ENOENT, "of psutil", "/proc/stat"),
+            1,
+            "run: /proc/stat is not there: mount",
+        ),
     ],
 )
 def test_command_that_cannot_start_says_why_in_a_line(

@@ -116,6 +116,11 @@ def weight_files(path: str | os.PathLike[str]) -> list[str]:
     names, listed = _names(root) or [], listed_weights(root)
     whole = not is_adapter(root)
     missing = [name for name in listed if name not in names]
+    if below := [name for name in listed if "/" in name]:
+        raise WeightsError(
+            f"{root / INDEX}: names {below[0]}, and weights are read beside the index alone, as vLLM does; "
+            "move the files there, and write their names into the index without the folder"
+        )
     if missing and whole and INDEX in names:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise WeightsError(

@@ -41,8 +41,7 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
     begin = _behind_reasoning(text, parser, schemas)
     before, read = _read(parser, text[begin:], schemas)
     if not read:  # a call of these functions without the marks of the family
-        bare = _FENCE.sub("", text[begin:])
-        read = [None for call in _read("llama3_json", bare, schemas)[1] if call is not None]
+        read = [None for call in _read("llama3_json", text[begin:], schemas)[1] if call is not None]
     calls = [call for call in read if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
     ids = [call.id or _id(f"{seed}/{number}") for number, call in enumerate(calls)]
@@ -89,7 +88,8 @@ def _behind_reasoning(text: str, parser: str, schemas: Mapping[str, Any]) -> int
         if is_argument:
             _, calls = _read(parser, text[begin : close + len(closes)], schemas)
             _, earlier = _read(parser, text[begin:at], schemas)
-            complete = len(earlier) - earlier.count(None)
+            later = [] if opens else _read(parser, text[at + len(end) :], schemas)[1]
+            complete = len([call for call in (*earlier, *later) if call is not None])
             is_argument = bool(calls) and None not in calls and len(calls) > complete
             is_argument &= not (closes and complete)  # else the call had ended before the mark
         if not is_argument:
@@ -142,22 +142,30 @@ def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
 
 
 def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
-    """`{"name": ..., "parameters": {...}}`, several with `;` between them, and nothing else: Llama 3."""
-    rest = text.strip().removeprefix(_PYTHON_TAG)
-    is_marked = rest != text.strip()
-    calls: list[Call | None] = []
-    while rest:
+    """`{"name": ..., "parameters": {...}}`, several with `;` between them, also behind words: Llama 3. An
+    object is a call wherever it begins, as for vLLM.
+    """
+    is_marked = text.lstrip().startswith(_PYTHON_TAG)
+    before, calls, at = text, list[Call | None](), 0
+    while mark := _LLAMA_MARK.search(text, at):
+        at = mark.end()
         try:
-            value, end = read_json(rest)
-            for each in value if isinstance(value, list) else [value]:
-                is_call = isinstance(each, dict) and each.keys() & {"parameters", "arguments", "function"}
-                if not is_call and not (isinstance(each, dict) and each.get("name") in schemas):
-                    raise NoCall
-                calls.append(call_of(each))
-        except (ValueError, RecursionError):
-            return "", [*calls, None] if calls or is_marked else []
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return "", calls
+            value, at = read_json(text, mark.start())
+            if (
+                not value.keys() & {"parameters", "arguments", "function"}
+                and value.get("name") not in schemas
+            ):
+                continue
+            call = call_of(value)
+        except RecursionError:
+            return before, [*calls, None]  # so would each of the objects inside
+        except ValueError:
+            if not is_marked and mark["name"] not in schemas:
+                continue
+            call = None
+        before = before if calls else _OPENING.sub("", text[: mark.start()])
+        calls.append(call)
+    return before, calls or [None] * is_marked
 
 
 def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
@@ -194,7 +202,11 @@ def _call_or_none(value: Any) -> Call | None:
         return None
 
 
-_FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
+_LLAMA_MARK = re.compile(
+    r'\{\s*"(?:name|function|type|id|parameters|arguments)"\s*:\s*(?:"(?P<name>[^"\\]*)")?'
+)
+_OPENING = re.compile(r"\s*(?:```\w*|<\|python_tag\|>)?\s*\[?\s*\Z")
+"""What stands before a call and is none of the words before it."""
 _QWEN_MARK = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
 _QWEN_NAME = re.compile(r"([^>\n]+)>")
 _QWEN_ARGUMENT = re.compile(

@@ -27,6 +27,8 @@ _HEAD = "[1-9][0-9]{0,2}"
 _PLAIN = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _GROUPED = (
     rf"(?:{_HEAD}(?P<comma>{_COMMA})[0-9]{{3}}(?:(?P=comma)[0-9]{{3}})*(?:\.[0-9]+)?(?![0-9]|(?P=comma)[0-9])"
+    # India's: groups of two, and three digits at the end.
+    rf"|[1-9][0-9]?(?P<lakh>{_COMMA})(?:[0-9]{{2}}(?P=lakh))+[0-9]{{3}}(?:\.[0-9]+)?(?![0-9]|(?P=lakh)[0-9])"
     rf"|{_HEAD}(?P<other>{_OTHER})[0-9]{{3}}(?:(?P=other)[0-9]{{3}})*(?:[.,][0-9]+)?(?![0-9])"
     rf"|{_HEAD}(?:\.[0-9]{{3}}){{2,}}(?:,[0-9]+)?(?![.,]?[0-9])"
     rf"|{_HEAD}(?:\.[0-9]{{3}})+,[0-9]{{1,2}}(?![.,]?[0-9]))"
@@ -63,6 +65,11 @@ _TERM = re.compile(r"(?:(?:\\pi|π|\b[xyz])\s*/|±|\\pm|(?:\\|\b)(?:sqrt|ln|log|
 """What makes another number of the one behind it, or two."""
 _NAME = re.compile(r"(?<![A-Za-z\\])(?!(?:[A-Z]{3}|Rs)[0-9])[A-Za-z]+-?[0-9]")
 """A name with digits in it (H2O, COVID-19), unless it is a currency's with an amount."""
+_TITLE = re.compile(r"\s*(?:[A-Z][a-z]+ )+[0-9]+\s*")
+_BEFORE_AMOUNTS = re.compile(
+    r"\s*(?:Rs|About|Around|Roughly|Exactly|Nearly|Almost|Only|Answer|Total|[A-Z][a-z]+ly) "
+)
+"""What a text that is no title, but a word and an amount, begins with."""
 _POWER = re.compile(
     r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,3})\s*\}?"
     r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,2})\s*\}?)"
@@ -78,11 +85,12 @@ def last_number(text: str) -> Fraction | None:
 
 def single_number(text: str) -> Fraction | None:
     """Return the number that a text gives: the only one in it, or behind its last `####`, or in its last
-    `\\boxed{...}`. None if it gives several, or something else that holds digits.
+    `\\boxed{...}`. None if it gives several, or something else that holds digits (H2O, Apollo 11).
     """
     text = text.rpartition("####")[2].rpartition("\\boxed{")[2]
     values = [value for values in _expressions(text) for value in values]
-    return values[0] if len(values) == 1 and not _NAME.search(text) else None
+    is_title = _TITLE.fullmatch(text) and not _BEFORE_AMOUNTS.match(text)
+    return values[0] if len(values) == 1 and not _NAME.search(text) and not is_title else None
 
 
 def _expressions(text: str) -> Iterator[list[Fraction | None]]:
@@ -137,7 +145,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if match["mixed2"]:
         return _mixed(match["units2"], match["top"], match["bottom"])
     if match["grouped"]:
-        comma = match["comma"]
+        comma = match["comma"] or match["lakh"]
         digits = match["grouped"].replace(comma, "") if comma else match["grouped"]
         if match["other"]:
             digits = digits.replace(match["other"], "").replace(",", ".")

@@ -77,6 +77,7 @@ def test_sharded_directory_with_a_true_index_is_whole(directory: Path) -> None:
             "names model-3.safetensors and 1 more, which",
         ),
         ({"a": "model-1.safetensors", "b": "model-4.safetensors"}, "names model-4.safetensors, which this"),
+        ({"a": "parts/model-1.safetensors"}, "names parts/model-1.*, and weights are read beside the index"),
         (None, "has no `weight_map`"),
     ],
 )

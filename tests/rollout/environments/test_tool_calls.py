@@ -162,6 +162,13 @@ def test_content_beside_a_call_is_what_precedes_it_after_the_reasoning_too(tmp_p
     assert first.message.content == "<think>\nSum.\n</think>\n\nI add."
 
 
+@pytest.mark.parametrize("lead", ["", "```json\n", "<|python_tag|>", "["])
+def test_content_beside_a_call_without_marks_is_the_words_before_it(lead: str) -> None:
+    text = f'I add.\n{lead}{{"name": "add", "parameters": {{"a": 1}}}}'
+    turn = with_calls(Completion([1], [2], [0.0], text, "stop"), "llama3_json", [ADD])
+    assert [call.name for call in turn.calls] == ["add"] and turn.content == "I add."
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "calls"),
     [
@@ -196,8 +203,22 @@ def test_content_beside_a_call_is_what_precedes_it_after_the_reasoning_too(tmp_p
             '{"name": "add", "parameters": {}}; {"name": "note", "parameters": {}}',
             [("add", {}), ("note", {})],
         ),
-        ("llama3_json", 'I call {"name": "add", "parameters": {}}', []),
+        ("llama3_json", 'I call {"name": "add", "parameters": {}} now.', [("add", {})]),
+        (
+            "llama3_json",
+            'Both:\n```json\n[{"name": "add", "parameters": {}}, {"name": "note", "parameters": {}}]\n```',
+            [("add", {}), ("note", {})],
+        ),
+        ("llama3_json", 'He is {"name": "Ada"}: {"name": "note", "parameters": {}}', [("note", {})]),
+        ("llama3_json", '<think>{"name": "add", "parameters": {}}</think>No.', []),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {}}</think>So {"name": "note", "parameters": {"t": "</think>"}}',
+            [("note", {"t": "</think>"})],
+        ),
+        ("llama3_json", '{"name":' * 100_000, []),
         ("llama3_json", '{"name": "Ada", "parameters": {}}', []),
+        ("llama3_json", '{"name": ["add"]}', []),
         ("llama3_json", '{"answer": 85}', []),
         ("llama3_json", "85", []),
         ("llama3_json", "", []),

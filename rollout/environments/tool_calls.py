@@ -151,10 +151,8 @@ def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
         at = mark.end()
         try:
             value, at = read_json(text, mark.start())
-            if (
-                not value.keys() & {"parameters", "arguments", "function"}
-                and value.get("name") not in schemas
-            ):
+            has_arguments = value.keys() & {"parameters", "arguments", "function"}
+            if not has_arguments and str(value.get("name")) not in schemas:
                 continue
             call = call_of(value)
         except RecursionError:

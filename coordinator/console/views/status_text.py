@@ -10,12 +10,10 @@ from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
-from coordinator.protocol.phases import Phase
+from coordinator.node.position import UNITS
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
-COUNTED = {phase.label for phase in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAINING)}
-"""Rows whose progress is counted in groups or microbatches, not in megabytes."""
 WAITED_S = 1.0
 """Shorter waits are not mentioned."""
 GIB = 2**30
@@ -144,11 +142,14 @@ def nodes_of(status: Status) -> list[Node]:
 
 
 def tasks(node: Node) -> str:
-    """Tasks done and assigned: `37/64`. In rows without tasks, what was read of the files: `5/5 MB`."""
-    if not node["tasks_assigned"]:
-        return ""
-    unit = "" if node["phase"] in COUNTED else " MB"
-    return f"{node['tasks_done']}/{node['tasks_assigned']}{unit}"
+    """Tasks done and assigned: `37/64`. In rows without tasks, parts of the training (`2/3 parts`), or what
+    was read of files, whose sum is not always known (`5/8 MB`, `5 MB`).
+    """
+    done, total = node["tasks_done"], node["tasks_assigned"]
+    unit = UNITS.get(node["phase"], "MB")
+    if unit == "MB" and done == total:
+        return f"{done} MB" if done else ""
+    return f"{done}/{total}{'' if unit == 'tasks' else f' {unit}'}" if total else ""
 
 
 def samples(node: Node) -> str:

@@ -185,7 +185,7 @@ def _aligned(name: str, cells: Sequence[Text], right: bool = False) -> list[Text
 def _bar(node: Node, cells: int, signs: Signs) -> Text:
     counted = "samples" if node["samples_assigned"] else "tasks"
     total = node[f"{counted}_assigned"]
-    if not total:
+    if "/" not in words.tasks(node):
         return Text(" " * cells)
     done = min(cells, cells * node[f"{counted}_done"] // total)
     return Text.assemble((signs.done * done, "green"), (signs.open * (cells - done), "dim"))

@@ -111,8 +111,17 @@ def test_host_that_is_not_known_yet_makes_no_column() -> None:
 
 
 def test_what_was_read_of_files_is_in_megabytes() -> None:
+    line = text(status(node(0, phase="iteration_end", tasks_done=5, tasks_assigned=8)))[3]
+    assert line.endswith("5/8 MB") and UNICODE.done in line
+
+
+def test_amount_whose_sum_is_not_known_is_no_full_bar() -> None:
     line = text(status(node(0, phase="iteration_end", tasks_done=5, tasks_assigned=5)))[3]
-    assert line.endswith("5/5 MB")
+    assert line.endswith(" 5 MB") and UNICODE.done not in line
+
+
+def test_parts_of_the_training_are_not_taken_for_tasks() -> None:
+    assert text(status(node(0, phase="training", tasks_done=2, tasks_assigned=3)))[3].endswith(" 2/3 parts")
 
 
 def test_who_is_waited_for_is_said_with_host_and_time() -> None:

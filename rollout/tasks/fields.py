@@ -157,6 +157,8 @@ def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None
     messages ask with.
     """
     answers = [task.get(name) for name in ("chosen", "rejected")]
+    if not {"prompt", "messages"} & task.keys() and all(isinstance(answer, str) for answer in answers):
+        _take_prompt(task)
     if isinstance(task.get("prompt"), list) and "messages" not in task:
         task["messages"] = task.pop("prompt")
     elif "messages" not in task and all(isinstance(answer, list) for answer in answers):
@@ -171,6 +173,18 @@ def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None
         is_named = "messages" in columns and "prompt" not in columns
         if is_named or (isinstance(task["prompt"], str) and task["prompt"].strip() == str(question).strip()):
             del task["prompt"]
+
+
+def _take_prompt(task: dict[str, Any]) -> None:
+    """Take the prompt of two answers that are whole conversations in one text each, as Anthropic's: all up to
+    the last turn of the assistant in what both begin with.
+    """
+    chosen, rejected = task["chosen"], task["rejected"]
+    turn = "\n\nAssistant:"
+    begin = chosen[: same_beginning(chosen, rejected)].rfind(turn)
+    if begin >= 0:
+        end = begin + len(turn)
+        task |= {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
 def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

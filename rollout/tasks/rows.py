@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,11 @@ def _files(source: str) -> list[str]:
             str(Path(source) / name) for name in names if Path(name).suffix.lower() in (".jsonl", *_READERS)
         ]
         if not paths:
-            raise RowError(f"{source}: holds no .jsonl, {', '.join(_READERS)} file; give a file or a pattern")
+            below = ", ".join(files.folder_names(Path(source)))
+            way_out = f"one of its folders ({below}), " if below else ""
+            raise RowError(
+                f"{source}: holds no .jsonl, {', '.join(_READERS)} file; give {way_out}a file or a pattern"
+            )
     elif "*" in source and not files.exists(Path(source)):
         paths = sorted(glob.glob(source, recursive=True))
         if not paths:
@@ -401,8 +406,8 @@ def _is_list(kind: Any) -> bool:
 
 @functools.cache
 def _is_json(kind: Any) -> bool:
-    """Return whether JSON has values of an Arrow type, or of fields in it. It has no dates, decimals, images
-    or sounds.
+    """Return whether JSON has values of an Arrow type, or of fields in it. It has no dates, images or
+    sounds; decimals become numbers.
     """
     from pyarrow import types
 
@@ -410,7 +415,7 @@ def _is_json(kind: Any) -> bool:
         return not kind.num_fields or any(_is_json(field.type) for field in kind)
     if types.is_dictionary(kind) or _is_list(kind):
         return _is_json(kind.value_type)
-    simple = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
+    simple = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal, types.is_null)
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     return any(test(kind) for test in (*simple, *texts))
 
@@ -436,6 +441,8 @@ def _value(value: Any, kind: Any) -> Any:
         return [_value(item, kind.value_type) for item in value]
     if isinstance(value, float) and (short := _SHORT.get(str(kind))):
         return float(str(short(value)))
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
     return value
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.real_model import model_directory
+from scripts.real_model import GEMMA, model_directory
 from tests.cluster.cluster import Cluster
 from tests.cluster.weights import worst_logprob
 from tests.engines.engines import KINDS, ONE_THREAD, VLLM_ARGS, Reference
@@ -138,3 +138,19 @@ def test_reinforcement_learning_goes_on_from_demonstrations(model: Path, place: 
     made = sft.run_dir.checkpoint(2)
     rl = run(place, "rl", made, "--iterations", "1", "--tasks", chat_tasks(place), *NO_EVALUATION)
     assert worst_logprob(rl, 1, Reference(made)) < AGREES
+
+
+def test_model_of_another_family_that_has_no_template_trains_adapters(place: Path) -> None:
+    """Gemma 3: sliding windows, 262,144 tokens, SentencePiece."""
+    gemma = model_directory(name=GEMMA)
+    prompts = [f"{k} + {k + 3} =" for k in range(2, 6)]
+    tasks = lines_of(place / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+    adapters = ("trainer.lora.rank=8", "trainer.learning_rate=1e-3")
+    cluster = run(place, "gemma", gemma, "--iterations", "2", "--tasks", tasks, *NO_EVALUATION, *adapters)
+    assert worst_logprob(cluster, 2, Reference(cluster.run_dir.checkpoint(1))) < AGREES
+    assert worst_logprob(cluster, 2, Reference(gemma)) > AGREES
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    for group in cluster.groups(1).values():
+        sample = group.samples[0]
+        shown = tokenizer.decode(sample.token_ids[: int(sample.loss_mask.argmax())])
+        assert shown.removeprefix("<bos>") in prompts

@@ -41,6 +41,10 @@ def dequantise(model_dir: Path, out: Path) -> None:
 def main() -> int:
     """Dequantise what the command line says; one line for what is wrong."""
     disable_progress_bar()
+    if len(sys.argv) != 3:
+        got = " ".join(sys.argv[1:]) or "nothing"
+        print(f"usage: python -m trainer.checkpoint.dequantise MODEL OUT; got {got}", file=sys.stderr)
+        return 2
     model_dir, out = map(Path, sys.argv[1:])
     try:
         dequantise(model_dir, out)

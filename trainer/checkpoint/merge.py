@@ -22,6 +22,7 @@ from trainer.checkpoint.checkpoint import RESULT, STATE_DIR
 
 NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}
 """Files that describe the adapter or its base alone."""
+DTYPES = {"bfloat16", "float16", "float32"}
 
 
 def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto") -> None:
@@ -61,6 +62,10 @@ def _untie(model: Any) -> None:
 def main() -> int:
     """Merge what the command line says; one line for what is wrong."""
     disable_progress_bar()
+    if len(sys.argv) not in (3, 4) or not {*sys.argv[3:]} <= DTYPES:
+        usage = f"python -m trainer.checkpoint.merge ADAPTER OUT [{'|'.join(sorted(DTYPES))}]"
+        print(f"usage: {usage}; got {' '.join(sys.argv[1:]) or 'nothing'}", file=sys.stderr)
+        return 2
     adapter, out, *dtype = sys.argv[1:]
     try:
         merge(Path(adapter), Path(out), getattr(torch, dtype[0]) if dtype else "auto")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_lists_of_a_fixed_length_are_kept_and_what_is_left_out_is_said(
     (task,) = load(tmp_path).tasks
     assert task == {"id": "1", "prompt": "1+2=", "choices": ["a", "b"]}
     assert "left out: when (timestamp" in caplog.text
+
+
+def test_decimals_are_numbers_whole_ones_without_a_fraction(tmp_path: Path) -> None:
+    answers = pyarrow.array([Decimal("3.00"), Decimal("0.1")], pyarrow.decimal128(10, 2))
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": answers}), tmp_path / "t.parquet")
+    assert [str(task["answer"]) for task in load(tmp_path / "t.parquet").tasks] == ["3", "0.1"]
+
+
+def test_directory_of_splits_names_them(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+    with pytest.raises(TaskError, match=r"; give one of its folders \(test, train\), a file or a pattern"):
+        load(tmp_path)
 
 
 def test_pattern_may_reach_into_directories(tmp_path: Path) -> None:

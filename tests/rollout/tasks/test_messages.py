@@ -222,3 +222,14 @@ def test_answers_that_are_whole_conversations_begin_with_the_system_prompt_too()
     task = with_system_prompt({"messages": [ASK], "chosen": [ASK, SAY], "rejected": alone}, "be kind")
     system = {"role": "system", "content": "be kind"}
     assert task == {"messages": [system, ASK], "chosen": [system, ASK, SAY], "rejected": alone}
+
+
+@pytest.mark.parametrize("earlier", ["", "\n\nHuman: Hi\n\nAssistant: Hello"])
+def test_answers_that_are_conversations_in_one_text_begin_with_the_prompt(
+    earlier: str, tmp_path: Path
+) -> None:
+    asked = f"{earlier}\n\nHuman: 3+4?\n\nAssistant:"
+    task = loaded(tmp_path, {"chosen": f"{asked} 7", "rejected": f"{asked} 7 or 8"})
+    assert (task["prompt"], task["chosen"], task["rejected"]) == (asked, " 7", " 7 or 8")
+    with pytest.raises(TaskError, match="neither is there"):
+        loaded(tmp_path, {"chosen": "7", "rejected": "8"})

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from coordinator.console.commands import export
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import WeightsError
 from tests.models import make_model
-from trainer.checkpoint import merge
+from trainer.checkpoint import dequantise, merge
 from trainer.model import lora
 from trainer.settings import LoraSettings
 
@@ -99,6 +100,20 @@ def test_without_peft_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("sys.argv", ["merge", str(adapter), str(tmp_path / "out")])
     assert merge.main() == 1 and capsys.readouterr().err.endswith("pip install -e '.[lora]'\n")
+
+
+@pytest.mark.parametrize("main", [merge.main, dequantise.main])
+@pytest.mark.parametrize("words", [[], ["a"], ["a", "b", "--dtype"], ["a", "b", "float32", "c"]])
+def test_words_that_a_command_does_not_know_are_refused_with_its_usage(
+    main: Callable[[], int],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["command", *words])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("usage: ") and line.endswith(f"; got {' '.join(words) or 'nothing'}")
 
 
 def test_sum_with_tensors_that_are_missing_is_refused(adapter: Path, base_dir: Path, tmp_path: Path) -> None:

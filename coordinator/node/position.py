@@ -175,6 +175,8 @@ class Position:
                 doing += f" ({description['samples']} of {description['samples_total']} samples)"
             if description["tokens_per_s"]:
                 doing += f", {description['tokens_per_s']:,.0f} tokens/s"
+        elif not unit and not work and not waits and description["done"]:
+            doing = f"{description['done']} MB read"
         is_known = (
             unit and not waits and (description["left_s"] or 0.0) >= 0.5
         )  # before, nothing was timed yet

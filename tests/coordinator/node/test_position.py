@@ -174,6 +174,6 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert position.doing()[1] == "1 of 4 parts, 10 s so far"
     position.move("running", 1, "checkpoint")
     position.count_bytes()(5_000_000)
-    assert position.doing()[1] == "checkpoint, 0 s so far"
+    assert position.doing()[1] == "5 MB read, 0 s so far"
     position.move("running")
     assert position.doing()[1] == "entering the epoch, 0 s so far"

@@ -209,6 +209,7 @@ def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Ca
         waited=waited,
         check_self=node.row_endings.check_self,
         others_are_done=partial(_others_are_done, node, iteration, share),
+        lost=node.row_endings.say_who_is_lost,
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from coordinator.directory.claims import Claims
@@ -29,10 +29,11 @@ class Claimed:
         meter: Meter,
         pause_s: float,
         on_look: Callable[[], None],
+        lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """`kept`: how many slots the node has in flight; `again`: those it begins with; `slots_of` reads what
         a slot is; `meter` says how fast this node is; `pause_s`: the longest pause between two looks, each
-        of which calls `on_look`.
+        of which calls `on_look`; `lost` says which ranks are lost.
         """
         self._chunks = Chunks.from_json(plan)
         self._spare: list[int] = list(plan["spare"])
@@ -42,6 +43,7 @@ class Claimed:
         self._meter = meter
         self._pause_s = pause_s
         self._on_look = on_look
+        self._lost = lost
         self._queue = deque(again)
         self._costs = self._chunks.costs()
         self._work: dict[int, float] = {}
@@ -89,7 +91,8 @@ class Claimed:
         pause_s = FIRST_PAUSE_S
         while await self._look():
             number = None
-            if chosen := choose(self._chunks, self._rank, self._free, self._standing()):
+            chosen = choose(self._chunks, self._rank, self._free, self._standing(), self._lost())
+            if chosen:
                 number = await asyncio.to_thread(self._claims.take, chosen)
             if number is not None:
                 chunk = self._chunks.chunks[number]

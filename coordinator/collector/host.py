@@ -36,7 +36,7 @@ LOOK_S = 0.1
 REACT_S = 10.0
 """How long a collector may take to stop beginning groups, or to give up those in flight."""
 OTHERS_S = 1.0
-"""How often the node looks whether it is the last one."""
+"""How often the node looks whether it is the last one, and who is lost."""
 LATE_S = 10.0
 """How much later than a group would time out a standing event loop is taken for hung."""
 HANGS_S = 5.0
@@ -69,6 +69,8 @@ class Listener:
     """Raises what this node itself has ended by."""
     others_are_done: Callable[[], bool]
     """Whether all other nodes have made their shares of the row."""
+    lost: Callable[[], set[int]]
+    """The ranks that are lost, although the row goes on."""
 
 
 @dataclass
@@ -239,14 +241,18 @@ class CollectorHost:
         silent = Stopwatch(1.0)
         work.heard = silent.restart
         waits = work.order.settings.completion_threshold < 1
+        lost = set[int]()
         looked = Stopwatch(1.0)
         while not listener.stop.is_set():
-            if waits and looked.look() > OTHERS_S:
+            if looked.look() > OTHERS_S:
                 looked.restart()
-                if listener.others_are_done():
-                    assert self._box is not None
+                assert self._box is not None
+                if waits and listener.others_are_done():
                     self._box.send({"others_are_done": True})
                     waits = False
+                if (now_lost := listener.lost()) != lost:
+                    lost = now_lost
+                    self._box.send({"lost": sorted(lost)})
             if (ended := self._look(work, listener)) is not None:
                 return ended
             listener.is_engine_lost()

@@ -88,6 +88,8 @@ class Process:
         self._stop = threading.Event()
         self._others_are_done = False
         """Whether all other nodes have made their shares of the row."""
+        self._lost: list[int] = []
+        """The ranks that are lost, as the node sees it."""
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._steps = 0
@@ -111,10 +113,12 @@ class Process:
     def _hear(self, message: dict[str, Any]) -> None:
         if "order" in message:
             self._stop.clear()
-            self._others_are_done = False
+            self._others_are_done, self._lost = False, []
             self._obeying = own_task(self._obey(Order.from_json(message["order"])))
         elif "others_are_done" in message:
             self._others_are_done = True
+        elif "lost" in message:
+            self._lost = message["lost"]
         elif "drop" in message:
             self._obeying = own_task(self._drop())
         elif "pause" in message:
@@ -289,7 +293,7 @@ class Process:
         slots_of = partial(self._slots_of, order)
         return Claimed(
             order.claimed, claims, order.rank, kept, first, slots_of, collector.meter, order.claim_pause_s,
-            self._step,
+            self._step, lambda: self._lost,
         )  # fmt: skip
 
     async def _slots_of(self, order: Order, numbers: Sequence[int]) -> list[Slot]:

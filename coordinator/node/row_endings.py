@@ -49,7 +49,8 @@ class RowEndings:
         self._position = position
         self._watch = watch
         self._messages = messages
-        self._master_is_lost = False
+        self._lost: int | None = None
+        """The rank that this node has said to be lost, while its row goes on."""
 
     def check(self) -> None:
         """Raise what has ended the present row, if anything has."""
@@ -59,7 +60,7 @@ class RowEndings:
             raise Fenced
         if end is not None:
             raise end
-        self._say_whether_master_is_lost()
+        self.say_who_is_lost()
 
     def ending_of(self, verdict: Verdict) -> Exception:
         """Return what a verdict does to this node."""
@@ -112,11 +113,17 @@ class RowEndings:
         silent_s = self._watch.silence.silent_s.get(MASTER, 0.0)
         return not self._identity.is_master and silent_s >= self._identity.settings.cluster.node_timeout_s
 
-    def _say_whether_master_is_lost(self) -> None:
-        """A worker says once that its master is lost, and that it is back."""
-        lost = self._is_master_silent()
-        if lost and not self._master_is_lost:
-            log.error("%s", self._messages.master_is_lost())
-        if self._master_is_lost and not lost:
-            log.info("%s is back", self._identity.run_dir.name(MASTER))
-        self._master_is_lost = lost
+    def say_who_is_lost(self) -> set[int]:
+        """Say once who is lost while this row goes on, and that they are back; returns the ranks."""
+        held, lost = self._watch.held, None
+        if held is not None:
+            lost = held.rank
+        elif self._is_master_silent():
+            lost = MASTER
+        if lost is not None and lost != self._lost:
+            text = self._messages.of_verdict(held) if held is not None else self._messages.master_is_lost()
+            log.error("%s", text)
+        if self._lost is not None and lost is None:
+            log.info("%s is back", self._identity.run_dir.name(self._lost))
+        self._lost = lost
+        return self._watch.lost

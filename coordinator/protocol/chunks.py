@@ -10,7 +10,7 @@ groups take long, and the slowest where they do not. Each rank's place in the li
 what is left of the others'.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -243,7 +243,9 @@ class Standing(NamedTuple):
     """How many groups it may have in flight at once."""
 
 
-def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list[int]:
+def choose(
+    chunks: Chunks, rank: int, free: Sequence[int], me: Standing, lost: Collection[int] = ()
+) -> list[int]:
     """Return which of the chunks `free` a rank may claim now, the best first; empty: none, for now.
 
     A rank holds no more open work than its share of all, to within a group. So while everybody may have
@@ -253,9 +255,9 @@ def choose(chunks: Chunks, rank: int, free: Sequence[int], me: Standing) -> list
 
     A rank takes no chunk that it would finish later than the others could if they first made all else that
     is free. For as long as nobody claims anything they are believed to be slower by that time: so every
-    chunk is taken in the end, whatever has become of the others.
+    chunk is taken in the end, whatever has become of the others. Those that are `lost` get nothing.
     """
-    rate = chunks.rates()
+    rate = {other: speed for other, speed in chunks.rates().items() if other == rank or other not in lost}
     whole = sum(chunk.work for chunk in chunks.chunks)
     share = rate[rank] / sum(rate.values()) * whole
     if rank not in chunks.paces and me.pace is None:

@@ -278,6 +278,21 @@ class Watch:
         heartbeats = read_beats(self.run_dir, {rank: board.beats[rank] for rank in beating})
         self.standstill.observe({rank: content for rank, content in heartbeats.items() if content}, now_s)
 
+    @property
+    def lost(self) -> set[int]:
+        """The ranks that this node judges to be lost, whether or not the row goes on."""
+        limit_s, verdict = self._cluster.node_timeout_s, self.verdict
+        lost = {rank for rank, silent_s in dict(self.silence.silent_s).items() if silent_s >= limit_s}
+        if verdict is not None and verdict.rank is not None and verdict.event in LOSSES:
+            lost.add(verdict.rank)
+        return lost
+
+    @property
+    def held(self) -> Verdict | None:
+        """The loss that the master heeds once its share of the row is made."""
+        verdict = self.verdict
+        return verdict if verdict is not None and self._is_held(verdict) else None
+
     def _is_held(self, verdict: Verdict) -> bool:
         """Return whether the row's work goes on: the master may finish its share first."""
         finishes_share = loss_policy(self._cluster.on_node_failure).finishes_share

@@ -245,8 +245,7 @@ def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes, tmp_path: 
     pairs = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"({k + 1})"} for k in range(10, 90)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     training = ("--tasks", f"{tmp_path / 'pairs.jsonl'}", "trainer.algorithm=dpo")  # which needs no engine
-    # With weights the master makes its own share; with claims it would leave groups to the other for a while.
-    nodes.start(*FAST, *training, "--iterations", "5", "cluster.node_timeout_s=4", "--rank-weights", "1,1")
+    nodes.start(*FAST, *training, "--iterations", "5", "cluster.node_timeout_s=4")
     nodes.cluster.until(lambda: nodes.cluster.metrics(), "the first iteration", 120)
     assert trainers(nodes.cluster.nodes[1].pid)
     nodes.shared[1].freeze()

@@ -139,7 +139,7 @@ def listener() -> Listener:
     return Listener(
         stop=threading.Event(), slots=slots, verify=nothing, is_engine_lost=nothing, reach=nothing,
         step=nothing, full=nothing, claimed=nothing, waited=nothing, check_self=nothing,
-        others_are_done=lambda: False,
+        others_are_done=lambda: False, lost=set[int],
     )  # fmt: skip
 
 
@@ -219,6 +219,22 @@ def test_node_whose_groups_are_late_takes_the_spare_slots_that_others_leave(
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
     assert set(durable(run_dir)) == {0, 3}
+
+
+def test_a_slow_node_waits_for_nobody_who_is_lost(
+    machine: Machine, collector: CollectorHost, listener: Listener, run_dir: RunDir
+) -> None:
+    let(machine)
+    fast, slow = [1e6, 1.0, 4], [1.0, 1e3, 4]  # it would leave both groups to the other for 20 minutes
+    claimed = {"chunks": [[[0], [1.2]], [[1], [1.2]]], "first": {"0": 0, "1": 1}, "spare": []}
+    order = replace(order_for(run_dir, []), claimed={**claimed, "paces": {"0": fast, "1": slow}})
+    listener = replace(listener, lost=lambda: {0})
+    limit = threading.Timer(60.0, listener.stop.set)
+    limit.start()
+    assert collector.collect(order, listener)["short"] == 0
+    limit.cancel()
+    collector.flush(listener)
+    assert set(durable(run_dir)) == {0, 1}
 
 
 def test_a_node_claims_chunk_after_chunk_until_none_is_left(

@@ -1,9 +1,13 @@
-"""What a verdict does to a node: a pure decision."""
+"""What a verdict does to a node, a pure decision, and what is said of a loss while the row goes on."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from coordinator.directory.layout import Flag
-from coordinator.node.row_endings import CODES, ending
+from coordinator.node.row_endings import CODES, RowEndings, ending
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 
@@ -64,3 +68,30 @@ def test_others_end_at_a_loss_and_say_so(is_master: bool, policy: str, told: str
 def test_every_event_has_an_end() -> None:
     for event in Event:
         assert isinstance(end_of(event), Exception)
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_who_is_lost_is_said_at_once_and_that_they_are_back(
+    is_master: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group may take hours: what is said only when the row has ended is said too late."""
+    monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", True)
+    caplog.set_level(logging.INFO, "coordinator")
+    cluster = SimpleNamespace(node_timeout_s=4.0)
+    me = SimpleNamespace(
+        is_master=is_master,
+        settings=SimpleNamespace(cluster=cluster),
+        run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
+    )
+    watch = SimpleNamespace(held=None, lost=set[int](), silence=SimpleNamespace(silent_s={}))
+    messages = SimpleNamespace(of_verdict=lambda _: TEXT, master_is_lost=lambda: "holding")
+    row = RowEndings(cast(Any, me), cast(Any, None), cast(Any, watch), cast(Any, messages))
+    assert row.say_who_is_lost() == set() and not caplog.messages
+    if is_master:
+        watch.held = Verdict(Event.SILENT, 2)
+    watch.silence.silent_s, watch.lost = {2 if is_master else 0: 5.0}, {2 if is_master else 0}
+    assert row.say_who_is_lost() == row.say_who_is_lost() == watch.lost
+    watch.silence.silent_s, watch.lost, watch.held = {}, set(), None
+    assert row.say_who_is_lost() == set()
+    first, rank = (TEXT, 2) if is_master else ("holding", 0)
+    assert caplog.messages == [first, f"rank {rank} is back"]

@@ -107,6 +107,15 @@ def test_what_nobody_claims_is_claimed_in_the_end() -> None:
     assert waited and waited[0] < 1000
 
 
+def test_a_slow_rank_leaves_nothing_to_one_that_is_lost() -> None:
+    made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
+    assert choose(made, 1, [0], IDLE) == [] and choose(made, 1, [0], IDLE, lost=[0]) == [0]
+    known = dict.fromkeys(range(3), Pace(400, 100.0, 64))
+    three = cut(range(60), {}, [0, 1, 2], known)
+    me = IDLE._replace(width=64, open_work=9.5)
+    assert choose(three, 0, [1, 2], me) == [] and choose(three, 0, [1, 2], me, lost=[1]) == [1, 2]
+
+
 def test_a_rank_that_has_become_slow_leaves_to_others_what_was_for_it() -> None:
     made = cut([0, 1], {0: 1000.0, 1: 10.0}, [0, 1], {0: FAST, 1: SLOW})
     assert choose(made, 0, [0], IDLE._replace(pace=0.1)) == []

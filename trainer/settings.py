@@ -103,6 +103,8 @@ class TrainerSettings(Settings):
     """Optimizer steps over which the learning rate rises from 0, counted over the whole run."""
     global_batch_size: Annotated[int, Field(ge=1)] = 512
     """Sequences of one optimizer step, over all ranks."""
+    passes: Annotated[int, Field(ge=1)] = 1
+    """How often an iteration's sequences are trained on; the ratio is to the policy before the first step."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     eps: Annotated[float, Field(gt=0)] = 1e-8

@@ -97,6 +97,11 @@ ALIASES = {
     "val_files": "eval_tasks",
     "test_freq": "eval.interval",
     "val_before_train": "eval.interval",
+    "num_iterations": "trainer.passes",
+    "ppo_epochs": "trainer.passes",
+    "max_epochs": "trainer.passes",
+    "entropy_coef": "trainer.entropy_bonus",
+    "entropy_coeff": "trainer.entropy_bonus",
     "save_freq": "checkpoints.keep_every",
     "total_epochs": "iterations",
     "total_training_steps": "iterations",
@@ -110,10 +115,6 @@ ALIASES = {
 }
 """Settings by the names that TRL, verl and their like give to them."""
 _KL = "set both trainer.kl=k3 and trainer.kl_coefficient"
-_ONCE = (
-    "a batch is trained on once; trainer.global_batch_size is the samples of one optimizer step, so that an "
-    "iteration takes several"
-)
 ANSWERS = {
     "beta": _KL,
     "use_kl_loss": _KL,
@@ -121,11 +122,7 @@ ANSWERS = {
     "kl_loss_coef": _KL,
     "init_kl_coef": _KL,
     "kl_tau": _KL,
-    "num_iterations": _ONCE,
-    "ppo_epochs": _ONCE,
     "reward_weights": "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5",
-    "entropy_coeff": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
-    "entropy_coef": "there is no entropy bonus; trainer.clip_high keeps entropy up (DAPO)",
     "logging_steps": "every iteration is written to metrics.jsonl; run status --watch shows it",
 }
 """What to do in place of a setting of theirs that is none here, or two."""

@@ -145,7 +145,8 @@ def _samples(settings: RunSettings) -> int:
 
 
 def _train_s(active: int, settings: RunSettings, flops: float) -> float:
-    return 8 * active * _samples(settings) * settings.rollout.max_tokens / (REACHED * flops)
+    trained = settings.trainer.passes * _samples(settings)
+    return 8 * active * trained * settings.rollout.max_tokens / (REACHED * flops)
 
 
 def _time_text(settings: RunSettings, rollout_s: float, train_s: float, faster: str = "") -> str:

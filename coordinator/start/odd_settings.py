@@ -68,7 +68,7 @@ def _warm_up(settings: RunSettings) -> Iterator[str]:
     if settings.iterations is None:
         return
     samples = rollout.tasks_per_iteration * rollout.samples_per_task
-    steps = settings.iterations * math.ceil(samples / trainer.global_batch_size)
+    steps = settings.iterations * trainer.passes * math.ceil(samples / trainer.global_batch_size)
     if steps < trainer.warmup_steps:
         rate = trainer.learning_rate * steps / trainer.warmup_steps
         yield (

@@ -70,7 +70,7 @@ def train(
     progress: Progress | None = None,
     first_step: AbstractContextManager[object] | None = None,
 ) -> list[StepStats]:
-    """Train on every sequence of `batch` once; `report` gets a line for each optimizer step.
+    """Train on every sequence of `batch` settings.passes times; `report` gets a line for each optimizer step.
 
     `max_tokens` is the longest completion that could be sampled. `span`: the fractions of the run's
     iterations that are over before and after this batch, between which settings.schedule moves from step to
@@ -103,11 +103,12 @@ def train(
     ]
     progress = progress or Progress()
     kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
-    # Several updates: pi_old is the policy before the first one. For the first step that is the policy
-    # itself, which need not be asked before, unless the reward depends on it.
-    scored = plans if kl_in_reward else plans[1:]
+    # Several updates: pi_old is the policy before the first one. For a first step that does not come again
+    # that is the policy itself, which need not be asked before, unless the reward depends on it.
+    scored = plans if kl_in_reward or settings.passes > 1 else plans[1:]
     has_pairs = settings.advantage == "pair"
-    progress.expect(sum(len(plan) for plan in [*plans, *scored, *(plans if has_pairs else [])]))
+    taken = settings.passes * (2 if has_pairs else 1)  # pairs are weighed before each step
+    progress.expect(sum(map(len, scored)) + taken * sum(map(len, plans)))
     befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
     for plan in scored:
         befores.append([])
@@ -118,15 +119,16 @@ def train(
         kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
         plans = with_kl_in_reward(batch, plans, kl, settings, layout)
     stats = []
-    for k, (step, plan, before) in enumerate(zip(steps, plans, befores, strict=True)):
-        over = span[0] + (span[1] - span[0]) * k / len(steps)
+    every = settings.passes * list(zip(steps, plans, befores, strict=True))
+    for k, (step, plan, before) in enumerate(every):
+        over = span[0] + (span[1] - span[0]) * k / len(every)
         with first_step if first_step is not None and k == 0 else nullcontext():
             if has_pairs:
                 done = _pair_step(learner, batch, plan, before, step, settings, progress, over)
             else:
                 done = _optimizer_step(learner, plan, before, step, settings, progress, over)
         stats.append(done)
-        report(_step_line(k + 1, len(steps), done, batch.counts.reward))
+        report(_step_line(k + 1, len(every), done, batch.counts.reward))
     return stats
 
 

@@ -37,6 +37,9 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("--system-prompt", "rollout.system_prompt"),
         ("data.max_prompt_length", "rollout.max_prompt_tokens"),
         ("data.train_batch_size", "rollout.tasks_per_iteration"),
+        ("num_iterations", "trainer.passes"),
+        ("actor.ppo_epochs", "trainer.passes"),
+        ("entropy_coeff", "trainer.entropy_bonus"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
     ],
 )
@@ -49,7 +52,6 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
     [
         ("beta", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
-        ("num_iterations", "a batch is trained on once"),
         ("reward_weights", "--reward math=1"),
     ],
 )

@@ -13,6 +13,7 @@ from trainer.batch.batch import Batch, Older, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
 from trainer.model.model import Learner, build_learner, learning_rate
+from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.update.step import StepStats, TrainingDiverged, _padding, summary, train
 
@@ -76,6 +77,38 @@ def test_later_steps_compare_with_the_policy_before_the_first_update(
     first, *later = run(learner, batch, bold)
     assert first.clip_fraction == 0
     assert all(step.clip_fraction > 0 for step in later)
+
+
+def test_second_pass_is_as_if_each_sequence_were_there_twice(
+    base_dir: Path, batch: Batch, settings: TrainerSettings
+) -> None:
+    """Both passes compare with the policy before the first one, and the schedule goes over both."""
+    bold = {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "linear"}
+    names = ("token_ids", "loss_mask", "logprobs", "ages", "advantages", "rewards", "slots", "temperatures")
+    doubled = {name: np.concatenate([getattr(batch, name)] * 2) for name in names}
+    offsets = np.concatenate([batch.offsets, batch.offsets[-1] + batch.offsets[1:]])
+    twice = replace(batch, **doubled, offsets=offsets)
+    results: list[tuple[torch.Tensor, list[StepStats]]] = []
+    for trained, passes, size in ((batch, 2, len(batch)), (twice, 1, len(batch))):
+        learner = build_learner(base_dir, CPU, SETTINGS)
+        more = {"passes": passes, "global_batch_size": size}
+        done = train(
+            learner, trained, settings.model_copy(update={**bold, **more}), max_tokens=24, span=(0.0, 1.0),
+            report=quiet,
+        )  # fmt: skip
+        results.append((parameters(learner), done))
+    (ours, steps), (theirs, expected) = results
+    assert torch.equal(ours, theirs)
+    figures = [[(s.loss, s.lr, s.clip_fraction) for s in of_run] for of_run in (steps, expected)]
+    assert figures[0] == figures[1] and len(steps) == 2 and steps[1].clip_fraction > 0
+
+
+def test_progress_counts_each_pass(learner: Learner, batch: Batch, settings: TrainerSettings) -> None:
+    reached: list[tuple[int, int]] = []
+    progress = Progress(lambda done, total: reached.append((done, total)))
+    twice = settings.model_copy(update={"passes": 2})
+    assert len(train(learner, batch, twice, max_tokens=24, report=quiet, progress=progress)) == 6
+    assert reached[-1][0] == reached[-1][1] == len(reached) - 1
 
 
 def test_window_over_two_temperatures_is_trained_as_each_is_with_its_own(

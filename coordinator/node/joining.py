@@ -15,7 +15,7 @@ from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beats
-from coordinator.protocol.loss_policy import LossPolicy, loss_policy
+from coordinator.protocol.on_node_failure import FailurePolicy, failure_policy
 from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.split_slots import share_sizes
@@ -65,8 +65,8 @@ class Joining:
         return self._identity.settings.cluster
 
     @property
-    def _loss_policy(self) -> LossPolicy:
-        return loss_policy(self._cluster.on_node_failure)
+    def _failure_policy(self) -> FailurePolicy:
+        return failure_policy(self._cluster.on_node_failure)
 
     # ---- the master
 
@@ -92,7 +92,7 @@ class Joining:
     def _count_losses(self, left: EpochRecord | None) -> None:
         """Keep out for a while who is lost again and again, where the others go on without it."""
         cluster, board = self._cluster, self._watch.board
-        for rank, member in left.members.items() if left and self._loss_policy.shrinks else ():
+        for rank, member in left.members.items() if left and self._failure_policy.shrinks else ():
             if rank in self.lost or (rank and board.highest_incarnation(rank) > member.incarnation):
                 most_s = cluster.rejoin_timeout_s / 4
                 pause_s = self._back_off.lose(rank, time.monotonic(), cluster.node_timeout_s, most_s)
@@ -168,7 +168,7 @@ class Joining:
         """Wait until every rank beats in epoch `since`, or, with `shrink`, for a while."""
         cluster = self._cluster
         self._known.clear()  # a node may have another address than in the epoch before
-        ends_s = time.monotonic() + self._loss_policy.gathers_for_s(cluster, bool(self.lost))
+        ends_s = time.monotonic() + self._failure_policy.gathers_for_s(cluster, bool(self.lost))
 
         def together(board: Board) -> dict[int, Member] | None:
             absent = self._absent(board, since)
@@ -313,7 +313,7 @@ class Joining:
                     raise self._row_endings.superseded()
                 if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
                     self._say_if_unseen()
-            waited_s = self._loss_policy.left_out_s(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
+            waited_s = self._failure_policy.left_out_s(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
             if waited_s > self._cluster.rejoin_timeout_s:
                 me = self._identity.name
                 text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"

@@ -8,7 +8,7 @@ from coordinator.directory.layout import MASTER, Flag
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
-from coordinator.protocol.loss_policy import loss_policy
+from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
 from rollout.storage.retry import Call
@@ -32,7 +32,7 @@ class Messages:
     def repair(self, rank: int | None = None) -> str:
         """Return the sentence that says how to go on; for `rank` alone, where the others hold for it."""
         me = self._identity
-        holds = loss_policy(me.settings.cluster.on_node_failure).holds
+        holds = failure_policy(me.settings.cluster.on_node_failure).holds
         if rank is not None and me.run_dir.machine(rank) != MASTER and holds:
             return f"To bring it back, on that machine: {self.node_command(rank)}"
         return f"To resume: {self.resume_command()}"

@@ -12,7 +12,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.liveness import Silence
-from coordinator.protocol.loss_policy import loss_policy
+from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
@@ -65,7 +65,7 @@ class OtherCrew:
         self._silence.observe(board, [MASTER], time.monotonic())
         silent_s = self._silence.silent_s.get(MASTER, 0.0)
         is_lost = silent_s >= self._cluster.node_timeout_s
-        policy = loss_policy(self._cluster.on_node_failure)
+        policy = failure_policy(self._cluster.on_node_failure)
         if is_lost and not self._is_lost and policy.holds:
             text = "holding: %s is silent for %.0f s; to bring it back, on that machine: %s"
             log.error(text, self.describe(), silent_s, self._command())

@@ -9,7 +9,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, TrainerFailed
-from coordinator.protocol.loss_policy import loss_policy
+from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from rollout.storage.files import SharedFsError
@@ -36,7 +36,7 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
         return TrainerFailed(f"the training job failed on another node: {text}")
     if event in CODES:  # the workers hear the master alone, so it says again what one of them has said
         return Ended(CODES[event], text, event.name.lower() if is_master and verdict.rank != MASTER else None)
-    if is_master and loss_policy(on_node_failure).holds:
+    if is_master and failure_policy(on_node_failure).holds:
         return NodeLost(verdict.rank or 0, text, event is Event.STALLED)
     return Ended(Exit.LOST, text, "gave_up" if is_master else "left")
 

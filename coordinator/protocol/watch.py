@@ -23,7 +23,7 @@ from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
 from coordinator.protocol.late_names import LateNames
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
-from coordinator.protocol.loss_policy import loss_policy
+from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.protocol.verdict import LOSSES, Verdict, decide
@@ -250,7 +250,7 @@ class Watch:
                     self.fence.trip("the others go on without this node: it made no progress")
 
     def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
-        policy = loss_policy(self._cluster.on_node_failure)
+        policy = failure_policy(self._cluster.on_node_failure)
         patience_s = policy.master_patience_s(self._cluster) if policy.holds else None
         return decide(
             board,
@@ -295,7 +295,7 @@ class Watch:
 
     def _is_held(self, verdict: Verdict) -> bool:
         """Return whether the row's work goes on: the master may finish its share first."""
-        finishes_share = loss_policy(self._cluster.on_node_failure).finishes_share
+        finishes_share = failure_policy(self._cluster.on_node_failure).finishes_share
         return verdict.event in LOSSES and self.rank == MASTER and finishes_share
 
     def wait(

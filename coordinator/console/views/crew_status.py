@@ -13,7 +13,7 @@ from coordinator.directory.layout import MASTER, Beat, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.liveness import Silence
-from coordinator.protocol.loss_policy import loss_policy
+from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
@@ -98,7 +98,7 @@ class Seen:
         return "holding" if record.kind == "lobby" or is_lost else "running"
 
     def _ends_with_master(self) -> bool:
-        return not loss_policy(self.settings.cluster.on_node_failure).holds
+        return not failure_policy(self.settings.cluster.on_node_failure).holds
 
     def describe(self, finished: int, is_awaited: bool) -> dict[str, Any]:
         """Return the state of the crew as `run status --json` has it in `crews`.

@@ -3,10 +3,10 @@
 import sys
 
 from rollout.engines.kinds import embedded, vllm
+from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.kinds.vllm import Vllm
-from rollout.engines.kinds.yours import Yours
 from rollout.settings import EngineSettings
 
 KINDS = {"vllm": Vllm, "torch": Embedded}
@@ -20,7 +20,7 @@ VARIABLES = vllm.VARIABLES | embedded.VARIABLES
 def engine_kind(settings: EngineSettings, gpus: int, python: str = sys.executable) -> EngineKind:
     """Return the engine of a node with this number of GPUs, which this Python runs."""
     if settings.url is not None:
-        return Yours(settings, gpus, python)
+        return ByUrl(settings, gpus, python)
     if settings.kind != "auto":
         return KINDS[settings.kind](settings, gpus, python)
     return (Vllm if gpus and vllm.has_vllm(python) else Embedded)(settings, gpus, python)

@@ -5,7 +5,7 @@ import math
 from coordinator.settings.cluster import ClusterSettings
 
 
-class LossPolicy:
+class FailurePolicy:
     """What the three have in common, or most of them."""
 
     holds = True
@@ -28,11 +28,11 @@ class LossPolicy:
         return cluster.rejoin_timeout_s
 
 
-class Wait(LossPolicy):
+class Wait(FailurePolicy):
     """Hold until the lost node is back."""
 
 
-class Shrink(LossPolicy):
+class Shrink(FailurePolicy):
     """Go on with the nodes that are left."""
 
     shrinks = True
@@ -45,7 +45,7 @@ class Shrink(LossPolicy):
         return min(waited_s, master_silent_s)  # the others go on meanwhile, and let it in at their next epoch
 
 
-class Abort(LossPolicy):
+class Abort(FailurePolicy):
     """End the run, with exit code 3."""
 
     holds = False
@@ -55,9 +55,9 @@ class Abort(LossPolicy):
         return cluster.node_timeout_s
 
 
-_POLICIES: dict[str, LossPolicy] = {"wait": Wait(), "shrink": Shrink(), "abort": Abort()}
+_POLICIES: dict[str, FailurePolicy] = {"wait": Wait(), "shrink": Shrink(), "abort": Abort()}
 
 
-def loss_policy(on_node_failure: str) -> LossPolicy:
+def failure_policy(on_node_failure: str) -> FailurePolicy:
     """Return the policy of a value of cluster.on_node_failure."""
     return _POLICIES[on_node_failure]

@@ -11,7 +11,7 @@ TIMEOUT_S = 10.0
 """How long it may take to answer a question that it can answer at once."""
 
 
-class Yours(EngineKind):
+class ByUrl(EngineKind):
     """The server at `engine.url`."""
 
     has_other_template = True

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout.tasks.messages import ANSWER, with_system_prompt
+from rollout.tasks.messages import ANSWER, checked_tools, with_system_prompt
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines
 
@@ -90,6 +90,12 @@ def test_messages_as_a_text_are_messages(tmp_path: Path, field: str, written: An
 def test_tools_are_functions_in_each_form(tmp_path: Path, tool: Any, written: Any) -> None:
     task = loaded(tmp_path, {"messages": [ASK], "tools": written([tool])})
     assert task["tools"] == [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.mark.parametrize("tools", [[{"type": "web_search"}], [FUNCTION, {}], "no JSON", 3])
+def test_tools_that_are_no_functions_are_refused(tools: Any) -> None:
+    with pytest.raises(ValueError, match="must be a list of functions, each with a `name`"):
+        checked_tools(tools)
 
 
 def test_fields_that_a_table_fills_with_nothing_are_left_out(tmp_path: Path) -> None:

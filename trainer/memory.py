@@ -11,10 +11,15 @@ TRAINED_BYTES = 16
 """Of a trained parameter: weight, gradient and two moments of AdamW in float32."""
 HALF_BYTES = 2
 """Of a parameter in bfloat16."""
+FLOAT_BYTES = 4
+"""Of a number in float32."""
 LOGITS_BYTES = 1e9
 """A chunk of logits."""
-ENDS_BYTES = 6
+ENDS_BYTES = HALF_BYTES + FLOAT_BYTES
 """Of a parameter of embeddings and head, while their gradients are added up."""
+WIDE, NARROW = 8, 16
+"""Numbers in bfloat16 that a layer keeps of each token in its backward pass: so many times its widest matrix
+(what the gated MLP makes in between, and gradients of that), and the hidden size (norms, attention)."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -34,7 +39,11 @@ class Shape:
     """Of what is neither, such as the last norm."""
     split: int
     """Of all layers, those that tensor parallelism divides."""
+    head: int
+    """Of the larger one of embeddings and head, which may be one."""
     hidden: int
+    wide: int
+    """The longest side of a matrix of a layer."""
     adapters: int = 0
     """Of adapters, if they are trained in place of the model."""
 
@@ -46,11 +55,12 @@ class Shape:
     def from_tensors(cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0) -> "Shape":
         """Return the shape of a model from the shapes of its tensors, by name."""
         layers: dict[int, int] = {}
-        split, ends, rest = 0, list[tuple[int, ...]](), 0
+        split, ends, rest, wide = 0, list[tuple[int, ...]](), 0, 0
         for name, shape in tensors.items():
             if match := _LAYER.search(f".{name}"):
                 layers[int(match[1])] = layers.get(int(match[1]), 0) + math.prod(shape)
                 split += math.prod(shape) if len(shape) > 1 else 0
+                wide = max(wide, *shape) if len(shape) == 2 else wide
             elif len(shape) > 1:
                 ends.append(shape)
             else:
@@ -62,7 +72,9 @@ class Shape:
             ends=sum(map(math.prod, ends)),
             rest=rest,
             split=split,
+            head=max(map(math.prod, ends), default=0),
             hidden=min((min(shape) for shape in ends), default=0),
+            wide=wide,
             adapters=adapters,
         )
 
@@ -92,17 +104,22 @@ def _state_bytes(shape: Shape, parameters: float) -> float:
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU holds in bfloat16 to compute: two layers, embeddings and head, unless it holds frozen
-    ones in bfloat16 anyway.
+    """Return what a GPU holds in bfloat16 to compute: two layers, embeddings and head if it is sharded, else
+    a layer, unless it holds frozen ones in bfloat16 anyway.
     """
-    if shape.adapters and not is_sharded(shape, trainer, gpus):
-        return HALF_BYTES * shape.adapters
+    if not is_sharded(shape, trainer, gpus):
+        return HALF_BYTES * (shape.adapters or shape.layer)
     return HALF_BYTES * (2 * shape.layer / trainer.tensor_parallel_size + shape.ends)
 
 
 def inputs_bytes(shape: Shape, trainer: TrainerSettings) -> float:
-    """Return the size of the inputs of all layers for a microbatch."""
-    return HALF_BYTES * shape.hidden * trainer.max_tokens_per_microbatch * shape.depth
+    """Return the size of the inputs of all layers for a microbatch; if none is computed again, of all that they
+    keep: half of what is wide are gradients.
+    """
+    numbers = float(shape.hidden)
+    if not trainer.activation_checkpointing:
+        numbers = WIDE / 2 * shape.wide / trainer.tensor_parallel_size + NARROW * shape.hidden
+    return HALF_BYTES * numbers * trainer.max_tokens_per_microbatch * shape.depth
 
 
 def base_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
@@ -113,9 +130,47 @@ def base_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 
 def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU needs at least; what one layer keeps while it is computed comes on top."""
-    ends = 0 if shape.adapters else ENDS_BYTES * shape.ends
-    held = held_bytes(shape, trainer, gpus) + gathered_bytes(shape, trainer, gpus)
-    held += base_bytes(shape, trainer, gpus)
+    """Return what a GPU needs: what it holds, and the most that comes on top while it computes a step of
+    several microbatches. What the allocator, NCCL and kernels take is not in it.
+    """
+    held = held_bytes(shape, trainer, gpus) + base_bytes(shape, trainer, gpus)
+    inputs = inputs_bytes(shape, trainer)
+    computing = max(_head_bytes(shape, trainer, gpus), _layer_bytes(shape, trainer, gpus))
+    return held + max(inputs + computing, _end_bytes(shape, trainer, gpus))
+
+
+def _head_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
+    """Return what a chunk of logits takes: its gradient of the head is in bfloat16, their sum in float32."""
     logits = LOGITS_BYTES * (2 if trainer.entropy_bonus else 1)  # and their gradient by way of the entropy
-    return held + inputs_bytes(shape, trainer) + logits + ends
+    ends = HALF_BYTES * shape.ends if is_sharded(shape, trainer, gpus) else 0
+    return ends + logits + (0 if shape.adapters else ENDS_BYTES * shape.head)
+
+
+def _layer_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
+    """Return what a layer takes in its backward pass, in which it is computed again.
+
+    Sharded, the next layer is gathered already, the gradient of the one before is on its way in float32, and
+    that of the head waits in bfloat16.
+    """
+    size = trainer.tensor_parallel_size
+    numbers = WIDE * shape.wide / size + NARROW * shape.hidden
+    kept = HALF_BYTES * trainer.max_tokens_per_microbatch * numbers
+    if is_sharded(shape, trainer, gpus):
+        gradients = HALF_BYTES * shape.head + ENDS_BYTES * shape.layer / size
+    else:
+        gradients = ENDS_BYTES * shape.layer
+    return gathered_bytes(shape, trainer, gpus) + kept + (0 if shape.adapters else gradients)
+
+
+def _end_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
+    """Return what the gradients of embeddings and head take at the end of a microbatch.
+
+    Sharded, they are whole in float32, beside themselves in bfloat16 and then this rank's part. Replicated,
+    that of one follows that of the other, and the sum of both, if they are tied.
+    """
+    if shape.adapters:
+        return 0.0
+    if not is_sharded(shape, trainer, gpus):
+        return (3 * FLOAT_BYTES if shape.ends == shape.head else ENDS_BYTES) * shape.head
+    part = FLOAT_BYTES * trainer.tensor_parallel_size / gpus
+    return (FLOAT_BYTES + max(HALF_BYTES, part)) * shape.ends

@@ -27,7 +27,7 @@ REACHED = 0.4
 CPU_GENERATES = 0.25
 """The part of its speed with large matrices at which a CPU is assumed to generate; it trains at REACHED."""
 ROOM = 0.9
-"""The part of a GPU's memory that `least_bytes` may be: what a layer keeps while it is computed comes on
+"""The part of a GPU's memory that `least_bytes` may be: what the allocator, NCCL and kernels take comes on
 top."""
 IN_FLIGHT = 256
 """Samples that a GPU is assumed to generate at the same time, where nothing says how many."""

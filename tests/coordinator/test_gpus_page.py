@@ -23,7 +23,6 @@ from rollout.settings import EngineSettings
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 from trainer.memory import (
     ENDS_BYTES,
-    LOGITS_BYTES,
     Shape,
     gathered_bytes,
     held_bytes,
@@ -175,7 +174,10 @@ def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
     assert f"(8192: {inputs / 1e9:.1f} GB for all layers)" in flat
     assert f"({ends / 1e9:.1f} GB) while their" in flat
     needed = least_bytes(Shape.from_tensors(TENSORS), trainer, 8)
-    assert needed == pytest.approx(16 * ALL / 8 + 2 * (2 * LAYER + ENDS) + inputs + LOGITS_BYTES + ends)
+    kept = 2 * 8192 * (8 * INTERMEDIATE + 16 * HIDDEN)
+    assert f"32 bytes x hidden size ({kept / 1e9:.1f} GB)" in flat
+    backward = 2 * (2 * LAYER + ENDS) + kept + 2 * ENDS / 2 + 6 * LAYER
+    assert needed == pytest.approx(16 * ALL / 8 + inputs + backward)
     assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
     assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat
     assert f"has {14 * ALL / 1e9:.0f} GB, {12 * ALL / 1e9:.0f} of them the state" in flat

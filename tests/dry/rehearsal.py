@@ -17,6 +17,7 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # isort: skip
+from torch.distributed.device_mesh import DeviceMesh  # isort: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
 from trainer.checkpoint import hub_weights  # isort: skip
@@ -28,7 +29,7 @@ from trainer.model.parallel import local_part  # isort: skip
 from trainer.settings import TrainerSettings  # isort: skip
 from trainer.update.step import train  # isort: skip
 
-LENGTH, STEPS = 1024, 2
+LENGTH, STEPS, MICROBATCHES = 1024, 2, 2
 DEVICE = torch.device("cuda", 0)
 
 
@@ -52,7 +53,7 @@ def patch() -> None:
         return call
 
     def load_model(directory: Path, dtype: torch.dtype) -> Any:
-        blank = slices.blank_model(directory, dtype)[0].to_empty(device=DEVICE)
+        blank = slices.blank_model(directory, dtype)[0].to_empty(device="cpu")
         blank.tie_weights()
         return blank
 
@@ -64,6 +65,8 @@ def patch() -> None:
     slices.copy_part = lambda _tensor, _value: None
     patched.load_model, patched._round_frozen = load_model, rounded
     patched._with_blank_adapters = apart(with_adapters)
+    meshes: Any = DeviceMesh
+    meshes._compute_coordinate_on_dim = apart(meshes._compute_coordinate_on_dim)
     host_memory.pin = lambda _held: None
     parallel.Layout.choose = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
@@ -112,15 +115,17 @@ def write(learner: model.Learner) -> None:
 
 
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:
-    """Train for STEPS steps of one microbatch a rank, go to host memory and back, and train again."""
+    """Train for STEPS steps of MICROBATCHES a rank, go to host memory and back, and train again."""
     install()
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     os.environ["LOCAL_WORLD_SIZE"] = str(min(8, gpus))
     patch()
-    count = settings.max_tokens_per_microbatch // LENGTH * gpus // settings.tensor_parallel_size
+    ranks = gpus // settings.tensor_parallel_size
+    count = settings.max_tokens_per_microbatch // LENGTH * ranks * MICROBATCHES
     settings = settings.model_copy(update={"global_batch_size": count})
     with MODE, BYTES:
         learner = model.build_learner(model_dir, DEVICE, settings)
+        loading, loaded = BYTES.peak, BYTES.now
         if settings.needs_reference:
             learner.load_reference(model_dir, settings)
 
@@ -144,6 +149,8 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
         learner.to_host()
         return {
             "sharded": learner.layout.sharded,
+            "loading": loading,
+            "loaded": loaded,
             "peak": peak,
             "left": left,
             "away": sorted(away),

@@ -44,10 +44,9 @@ def build_scorer(
     rounding = _rounding(settings, layout, on_gpu)
     directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
-        whole: Any = load_model(directory, dtype)
-        model = _with_adapters(whole.to(device), base_dir, settings)
-        _round_frozen(model, settings, on_gpu)
-        scorer = Scorer(model, device, rounding)
+        model = _with_adapters(load_model(directory, dtype), base_dir, settings)
+        _round_frozen(model, settings, on_gpu)  # before it takes twice the bytes of the GPU
+        scorer = Scorer(model.to(device), device, rounding)
         if on_gpu and settings.activation_checkpointing:
             parallel.checkpoint_layers(parallel.decoder_layers(model))
         return scorer

@@ -127,7 +127,8 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
     fully_shard(root, mesh=mesh["data"], mp_policy=exact, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh["data"].size() > 1:  # alone there is nothing to divide, but FSDP would make room for it
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
     # Experts may be idle on one rank and not on another.
     root.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue], fully_shard made it one

@@ -201,7 +201,8 @@ class _Collected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _gradient: None) -> tuple[Tensor, None]:  # pyright: ignore
-        return ctx.total[0].to(ctx.dtype), None
+        total, ctx.total[0] = ctx.total[0], None  # the node outlives its gradient
+        return total.to(ctx.dtype), None
 
 
 @contextmanager

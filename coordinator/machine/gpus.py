@@ -25,7 +25,9 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         items = [item.strip() for item in visible.split(",")]
-        return len(list(takewhile(_GPU.fullmatch, items)))  # CUDA ignores what stands behind a bad one
+        shown = list(takewhile(_GPU.fullmatch, items))  # CUDA ignores what stands behind a bad one
+        # A process can have one part of a divided GPU, and then nothing else.
+        return 1 if any(item.startswith("MIG-") for item in shown) else len(shown)
     tool = shutil.which("nvidia-smi")
     if tool is None:  # slim containers may lack it
         return len(os.listdir(DRIVER)) if os.path.isdir(DRIVER) else 0

@@ -175,7 +175,9 @@ def test_without_the_package_there_is_no_thread(monkeypatch: pytest.MonkeyPatch)
         ("NoDevFiles", 0),
         ("void", 0),
         ("0,-1,1", 1),
-        ("GPU-8f,MIG-x", 2),
+        ("GPU-8f,GPU-9", 2),
+        ("MIG-x", 1),
+        ("MIG-x,MIG-y", 1),  # CUDA shows a process one part of a divided GPU
     ],
 )
 def test_gpus_are_counted_as_cuda_counts_them(

@@ -66,7 +66,8 @@ def patch() -> None:
     patched.load_model, patched._round_frozen = load_model, rounded
     patched._with_blank_adapters = apart(with_adapters)
     meshes: Any = DeviceMesh
-    meshes._compute_coordinate_on_dim = apart(meshes._compute_coordinate_on_dim)
+    if hasattr(meshes, "_compute_coordinate_on_dim"):  # not in torch 2.11
+        meshes._compute_coordinate_on_dim = apart(meshes._compute_coordinate_on_dim)
     host_memory.pin = lambda _held: None
     parallel.Layout.choose = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})

@@ -113,8 +113,8 @@ def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 
 def inputs_bytes(shape: Shape, trainer: TrainerSettings) -> float:
-    """Return the size of the inputs of all layers for a microbatch; if none is computed again, of all that they
-    keep: half of what is wide are gradients.
+    """Return the size of the inputs of all layers for a microbatch. If none is computed again, it is that of
+    all that they keep: half of what is wide are gradients.
     """
     numbers = float(shape.hidden)
     if not trainer.activation_checkpointing:

@@ -183,7 +183,8 @@ def rehearsal(on_gpu: bool) -> None:
 
 def tests(on_gpu: bool) -> None:
     """Run tests/gpu, and report what pytest sums up."""
-    argv = ["-m", "pytest", "-q", "-p", "scripts.bench.torch_bridge", "-p", "no:cacheprovider", "tests/gpu"]
+    argv = ["-m", "pytest", "-q", "-p", "scripts.bench.torch_bridge", "-p", "no:cacheprovider"]
+    argv += ["-W", "default", "tests/gpu"]  # another torch may warn of more
     ended = subprocess.run([sys.executable, *argv], stdout=subprocess.PIPE, text=True, check=False)
     print(ended.stdout, file=sys.stderr)
     report(summary=ended.stdout.strip().splitlines()[-1] if ended.stdout.strip() else "no output")

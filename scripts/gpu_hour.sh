@@ -8,7 +8,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 if [ "${1:-}" = wheels ]; then
   mkdir -p "${2:?the directory}"
-  get=("$python" -m pip download -q --dest "$2" --only-binary=:all: --python-version 3.12
+  get=("$python" -m pip download -q --dest "$2" --constraint constraints.txt --only-binary=:all: --python-version 3.12
     --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64)
   "${get[@]}" pydantic typer rich filelock watchdog aiohttp psutil pyyaml jinja2 nvidia-ml-py safetensors pytest pytest-timeout
   "${get[@]}" --no-deps peft accelerate # their torch is there

@@ -79,8 +79,8 @@ def manifest_digest(run_dir: RunDir, iteration: int) -> str:
     return hashlib.sha256(files.read(run_dir.manifest("train", iteration))).hexdigest()
 
 
-def checkpoints(run_dir: RunDir) -> list[int]:
-    """Return the iterations that have a published checkpoint, in order."""
+def checkpoints(run_dir: RunDir, names: Callable[[Path], list[str]] = names) -> list[int]:
+    """Return the iterations that have a published checkpoint, in order; `names` lists a directory."""
     numbers = (parse_iteration_name(name) for name in names(run_dir.checkpoints))
     return sorted(iteration for iteration in numbers if iteration is not None)
 

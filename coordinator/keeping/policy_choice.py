@@ -130,4 +130,6 @@ def served_next(node: Node, iteration: Iteration) -> Policy:
     """Return the policy that samples the iteration after this one, which has just been trained."""
     target = sampled_by(iteration.number + 1, node.settings)
     there = published.checkpoints(node.run_dir)
+    if target and target not in there:  # published a moment ago: this client may believe an older listing
+        there = published.checkpoints(node.run_dir, node.watch.listings.list_anew)
     return node.policies.policy_of(nearest(target, there))

@@ -56,7 +56,7 @@ class FreshListing:
     def names(self, directory: Path) -> list[str]:
         """Return the names in `directory`; raises as `files.listing`."""
         if self.is_doubted:
-            return self._refreshed(directory)
+            return self.list_anew(directory)
         names = files.listing(directory)
         shown, now_s = _published(names), time.monotonic()
         last, since_s = self._last.get(directory, (None, now_s))
@@ -66,7 +66,7 @@ class FreshListing:
             self._evidence = 0 if last is not None else self._evidence
         elif now_s - since_s > self._look_s:
             self._look_s *= 2
-            names = self._refreshed(directory)
+            names = self.list_anew(directory)
             if (fresh := _published(names)) != shown:
                 self._last[directory] = fresh, now_s
                 self._learn(directory, now_s - since_s)
@@ -87,7 +87,8 @@ class FreshListing:
                 self.unchanged_s,
             )
 
-    def _refreshed(self, directory: Path) -> list[str]:
+    def list_anew(self, directory: Path) -> list[str]:
+        """Return the names in `directory` after one was made and removed there; raises as `files.listing`."""
         self.refreshed += 1
         path = directory / self._name
         try:

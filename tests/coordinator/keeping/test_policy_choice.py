@@ -15,6 +15,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
+from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.settings.loading import build
 from rollout.storage import files
 from tests.coordinator.examples import write_checkpoint
@@ -95,6 +96,23 @@ def test_nearest_policy_samples_where_the_right_one_is_gone(
         and policy_choice.nearest(0, [3]) == 0
         and policy_choice.nearest(5, []) == 0
     )
+
+
+def test_policy_that_was_just_published_is_served_where_a_client_believes_its_older_listing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest one that an old listing shows may have been removed."""
+    node = node_at(run_dir)
+    node.watch = SimpleNamespace(listings=FreshListing(1))
+    believed, listing, mark = (
+        {run_dir.checkpoints: files.listing(run_dir.checkpoints)},
+        files.listing,
+        files.mark,
+    )
+    write_checkpoint(run_dir.checkpoint(5), 5, b"weights 5")
+    monkeypatch.setattr(files, "listing", lambda path: believed[path] if path in believed else listing(path))
+    monkeypatch.setattr(files, "mark", lambda path: (believed.pop(path.parent, None), mark(path)))
+    assert policy_choice.served_next(node, Iteration(5)).iteration == 5
 
 
 def test_damaged_policy_that_samples_is_set_aside_and_the_nearest_taken(run_dir: RunDir) -> None:

@@ -650,6 +650,26 @@ def test_log_path_may_name_a_directory_that_is_not_there_on_its_way(run: Run, pl
     assert ".." not in done.stdout + done.stderr
 
 
+def test_home_is_found_where_no_shell_expands_it(run: Run, place: Path) -> None:
+    """A folder named `~` would be in the working directory, and who removes it by hand loses the home."""
+    assert f"{place / 'home' / 'exp1'}: no run there" in run("status", "--log-path=~/exp1").stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--master --log-path=",
+        "status --log-path=",
+        "fork --iteration 2 --to=",
+        "export --out=",
+        "serve --root=",
+    ],
+)
+def test_directory_whose_name_is_empty_is_refused(run: Run, place: Path, words: str) -> None:
+    """It is a variable that is not set, not the working directory."""
+    assert "the name of a directory is empty" in refusal(run, place, *words.split())
+
+
 def test_an_option_that_a_command_lacks_is_not_answered_with_itself(run: Run) -> None:
     text = run("eval", "--tasks", "x").stderr
     assert "No such option: --tasks" in text and "did you mean --tasks" not in text

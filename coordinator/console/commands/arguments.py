@@ -1,5 +1,6 @@
 """Options that several commands have, and how a command is made."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -9,8 +10,13 @@ import typer
 Function = TypeVar("Function", bound=Callable[..., int])
 
 
-def _without_parents(path: Path) -> Path:
-    """Return a path without `..`: what stands before it may not be there, as in runs/../exp1."""
+def directory_of_user(typed: str | Path) -> Path:
+    """Return the path of a directory that may be made, as it was meant: no shell expands the `~` of
+    `--log-path=~/exp1`. What stands before a `..` may not be there, as in runs/../exp1.
+    """
+    if not str(typed):
+        raise typer.BadParameter("the name of a directory is empty (a variable that is not set?): give one")
+    path = Path(os.path.expanduser(typed))
     return path.resolve() if ".." in path.parts else path
 
 
@@ -21,7 +27,7 @@ LogPath = Annotated[
         metavar="DIR",
         envvar="RUN_LOG_PATH",
         help="The run directory that all nodes share.",
-        callback=_without_parents,
+        parser=directory_of_user,
     ),
 ]
 
@@ -44,9 +50,9 @@ Deadline = Annotated[
 ]
 
 
-def option(*names: str, help: str, metavar: str = "TEXT") -> Any:
+def option(*names: str, help: str, metavar: str = "TEXT", **more: Any) -> Any:
     """Return an option whose help shows no default."""
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, **more)
 
 
 def new_app(add_completion: bool = False) -> typer.Typer:

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from coordinator.console.commands.arguments import AsJson, Deadline, LogPath, Words, command_in, option
+from coordinator.console.commands.arguments import (
+    AsJson,
+    Deadline,
+    LogPath,
+    Words,
+    command_in,
+    directory_of_user,
+    option,
+)
 
 APPS: dict[str, typer.Typer] = {}
 
@@ -39,7 +47,14 @@ def evaluate(
         Path | None, option("--config", metavar="FILE", help="Settings, .toml or .yaml.")
     ] = None,
     out: Annotated[
-        Path | None, option("--out", "-o", metavar="DIR", help="A new directory that keeps the samples.")
+        Path | None,
+        option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="A new directory that keeps the samples.",
+            parser=directory_of_user,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -102,7 +117,15 @@ def fork(
     iteration: Annotated[
         str, option("--iteration", metavar="N", help="The first one that is the new run's own.")
     ],
-    to: Annotated[Path, option("--to", metavar="DIR", help="A new directory, best on the same filesystem.")],
+    to: Annotated[
+        Path,
+        option(
+            "--to",
+            metavar="DIR",
+            help="A new directory, best on the same filesystem.",
+            parser=directory_of_user,
+        ),
+    ],
     log_path: LogPath = Path("runs/default"),
 ) -> int:
     """Make a new run that goes on from an iteration of this one, with other settings if you like."""
@@ -134,7 +157,10 @@ def verify(
 
 @command_in(APPS, "export")
 def export(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="A new directory for the model.")],
+    out: Annotated[
+        Path,
+        option("--out", "-o", metavar="DIR", help="A new directory for the model.", parser=directory_of_user),
+    ],
     iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
     merge: Annotated[bool, option("--merge", help="Add the adapter to its base model.")] = False,
     dtype: Annotated[

@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from coordinator.console.commands.arguments import command_in, option
+from coordinator.console.commands.arguments import command_in, directory_of_user, option
 
 APPS: dict[str, typer.Typer] = {}
 
 
 @command_in(APPS, "serve")
 def serve(
-    root: Annotated[Path, option("--root", metavar="DIR", help="Each job is a directory in it.")],
+    root: Annotated[
+        Path, option("--root", metavar="DIR", help="Each job is a directory in it.", parser=directory_of_user)
+    ],
     host: Annotated[
         str,
         typer.Option("--host", metavar="ADDRESS", help="Where to listen; others than this machine: 0.0.0.0."),

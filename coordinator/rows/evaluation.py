@@ -94,6 +94,8 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
     """Publish the evaluation's manifest, once all have generated."""
     slots = iteration.documents[Phase.EVAL_DECISION]["slots"]
     if slots:
+        # No flag names the parts: this client may believe what it listed before others had written theirs.
+        node.watch.listings.list_anew(node.run_dir.trajectories("eval", iteration.number))
         totals = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)
         origin, quota = made_with(iteration, "eval"), Quota(slots, slots)
         scores = partial(

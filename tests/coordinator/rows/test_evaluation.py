@@ -132,3 +132,18 @@ def test_own_tasks_that_have_changed_are_seen_beside_named_sets(
     assert run.slots(run.start("a", "b", eval_tasks=run.tasks["more"])) == 0
     assert caplog.messages[-1].startswith("the evaluation tasks have changed since iteration 1 was opened")
     assert run.slots(run.start("a", "b")) == 5
+
+
+def test_parts_of_others_are_listed_anew_before_the_evaluation_is_summed_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that believes its own listing for 20 s, as sshfs, has none of those that others made since."""
+    calls: list[Any] = []
+    node = run.start()
+    node.watch.listings = SimpleNamespace(list_anew=calls.append)
+    monkeypatch.setattr(evaluation, "made_with", lambda *_about: None)
+    monkeypatch.setattr(trajectories, "sum_short", lambda *_about: {})
+    monkeypatch.setattr(trajectories, "aggregate", lambda *_about: calls.append("the manifest"))
+    documents = {Phase.ITERATION_START: {"opened": {}}, Phase.EVAL_DECISION: {"slots": 4}}
+    evaluation.aggregate_eval(node, Iteration(1, documents=documents), {})
+    assert calls == [run.run_dir.trajectories("eval", 1), "the manifest"]

@@ -221,6 +221,25 @@ def test_every_truncation_is_refused(directory: Path) -> None:
         check_model_dir(directory)
 
 
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        (b'"F32","shape":[2,2]', r"tensor 'a', F32 \[2, 2\], cannot have 24 bytes"),
+        (b'"F99","shape":[2,3]', "its header is damaged: KeyError: 'F99'"),
+        (b'"F32","shape":[2,3}', "its header is damaged: Expecting"),
+    ],
+)
+def test_header_that_cannot_be_right_is_refused_for_what_it_is(
+    directory: Path, new: bytes, reason: str
+) -> None:
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"F32","shape":[2,3]', new))
+    assert file.read_bytes() != data
+    with pytest.raises(WeightsError, match=reason):
+        check_model_dir(directory)
+
+
 def test_altered_header_is_refused_or_tells_of_other_tensors_but_never_crashes(directory: Path) -> None:
     file = directory / "model.safetensors"
     data = file.read_bytes()

@@ -20,7 +20,8 @@ ARG CONSTRAINTS=constraints.txt
 ARG PIP_EXTRA_INDEX_URL
 
 WORKDIR /usr/src/flagpost
-COPY pyproject.toml README.md LICENSE constraints.txt flagpost_command.py ./
+COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY scripts/flagpost_command.py scripts/
 COPY coordinator coordinator
 COPY rollout rollout
 COPY trainer trainer

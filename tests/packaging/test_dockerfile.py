@@ -48,7 +48,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ignore = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(REPOSITORY / name, sources / words[-1], ignore=ignore)
             else:
-                shutil.copy(REPOSITORY / name, sources / words[-1])
+                (target := sources / words[-1]).mkdir(exist_ok=True)
+                shutil.copy(REPOSITORY / name, target)
     defaults = dict(shlex.split(argument)[0].split("=", 1) for argument in of("ARG") if "=" in argument)
     for command in of("RUN"):
         if command.startswith("useradd "):

@@ -94,7 +94,7 @@ def test_pythonpath_that_puts_such_a_file_before_ours_is_refused_in_one_line(
     done = subprocess.run(
         [sys.executable, "-P", "-c", script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f":{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": f":{REPOSITORY}:{REPOSITORY / 'scripts'}"},
         capture_output=True,
         text=True,
         check=False,

@@ -8,6 +8,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+FILES = {"coordinator": "cli.py", "rollout": "slots.py", "trainer": "algorithms.py"}
+"""A file of each of our packages, by which it is known: in a checkout they do not lie beside this module."""
+
 
 def main() -> int:
     """Call the command line; return its exit code."""
@@ -21,13 +24,13 @@ def main() -> int:
 
 def _hidden_package() -> str:
     """Say which file imports find in place of one of our packages, and what to do; empty if none is."""
-    for package in ("coordinator", "rollout", "trainer"):
-        ours, spec = Path(__file__).parent / package, importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(ours):
+    for package, file in FILES.items():
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None and Path(spec.origin).with_name(file).exists():
             continue
         place = (spec and (spec.origin or next(iter(spec.submodule_search_locations or ())))) or "nothing"
         return (
-            f"imports of {package!r} find {place}, not {ours}: take {Path(place).parent} off "
+            f"imports of {package!r} find {place}, which is not ours: take {Path(place).parent} off "
             "PYTHONPATH (an empty part of it is the current directory), or give that file another name"
         )
     return ""

@@ -20,7 +20,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals
 from coordinator.start.inputs import load_inputs
 from coordinator.start.start import check_log_path, start_master
-from rollout.engines.kinds import yours
+from rollout.engines.kinds import by_url
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.vllm import Vllm
@@ -257,7 +257,7 @@ def test_server_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_server_that_does_not_answer_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yours, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(by_url, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in refusal({"engine.url": f"http://127.0.0.1:{silent.getsockname()[1]}"})
 

@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: that of scripts/real_model.py")
     parser.add_argument("--trl-turn", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.iterations < 3:
+        parser.error(f"--iterations {options.iterations}: of two none is left to count; give 3 or more")
     need_trl(parser)
     if options.trl_turn:
         model, iterations, microbatch = options.trl_turn

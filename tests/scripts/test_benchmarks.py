@@ -121,6 +121,11 @@ def test_benchmark_that_needs_trl_says_so(name: str) -> None:
     assert ended.returncode == 2 and "TRL is not installed" in ended.stderr
 
 
+def test_turn_without_an_iteration_to_count_is_refused_before_it_is_measured() -> None:
+    ended = run("real.py", "--iterations", "2")
+    assert ended.returncode == 2 and "--iterations 2: of two none is left to count" in ended.stderr
+
+
 def test_both_sides_of_train_step_get_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
     train_step = import_module("train_step")

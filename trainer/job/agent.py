@@ -10,6 +10,7 @@ import sys
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException, logger
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from trainer.job.launch import BACKEND
@@ -20,12 +21,19 @@ def main() -> int:
     """Run the arguments of torchrun that this process was started with; return the exit status."""
     rendezvous_handler_registry.register(BACKEND, create)
     logger.setLevel(logging.ERROR)
+    # torchrun would follow /dev/null for each rank, with two threads that wake ten times a second, and whose
+    # start a signal could interrupt with a traceback.
+    TailLog.start = _stay
     try:
         run.main()
     except SignalException as end:  # a node ends its job so, also after a success: no traceback
         print(f"[trainer] the job was ended by {end.sigval.name}", flush=True)
         return 128 + end.sigval
     return 0
+
+
+def _stay(self: TailLog) -> TailLog:
+    return self
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_only_what_a_killed_node_had_in_flight_is_asked_for_again(
 
     monkeypatch.setattr(trajectories, "_kept", note_kept)
     monkeypatch.setattr(EngineClient, "generate", note)
-    for seed in range(6):
+    for seed in range(3):
         happens = [Fault("kill", lost, 1, 2, 6 + seed, 3.0)]
         options = {"cluster__on_node_failure": policy, "rollout__claims": claims}
         assert run(NODES, seed, happens, **options, rollout__tasks_per_iteration=12 if claims else 36)

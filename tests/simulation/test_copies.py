@@ -48,8 +48,7 @@ def with_copies(local: Path, rebuild: Callable[[Rebuild], Rebuild]) -> Callable[
     return patch
 
 
-@pytest.mark.parametrize("damage", ["none", "gone", "other bytes"])
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(("damage", "level"), [("none", 1), ("gone", 0), ("other bytes", 1)])
 def test_whole_policy_is_read_where_a_copy_is_of_no_use(tmp_path: Path, damage: str, level: int) -> None:
     """Every other copy of the policy before is damaged when it is needed."""
     turns, made = itertools.count(), Counter[tuple[bool, bool]]()

@@ -106,30 +106,25 @@ def changes(world: Restart) -> list[str]:
     return [line.partition("info: ")[2] for line in world.said if "at the last start it was" in line]
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "now"),
-    [("max_tokens", 8, 16), ("temperature", 1.0, 0.5), ("top_p", 1.0, 0.9), ("samples_per_task", 2, 4)],
-)
-def test_open_iteration_keeps_its_sampling_and_the_next_has_the_new(
-    tmp_path: Path, name: str, before: float, now: float
-) -> None:
-    world = run(tmp_path, {f"rollout.{name}": now})
-    assert seen(world.run_dir, 1)[name] == {before}
-    assert seen(world.run_dir, 2)[name] == {now}
-    found = [manifest(world.run_dir, "train", iteration)["origin"]["sampling"] for iteration in (1, 2)]
-    key = "n" if name == "samples_per_task" else name
-    assert [sampling[key] for sampling in found] == [before, now]
-    line = f"iteration 1 is finished as it was begun: rollout.{name}={before:g} (now {now:g})"
-    assert said(world, line)
+SAMPLING = {
+    "max_tokens": (8, 16),
+    "temperature": (1.0, 0.5),
+    "top_p": (1.0, 0.9),
+    "samples_per_task": (2, 4),
+}
 
 
-def test_batches_have_the_temperature_of_their_own_iteration(tmp_path: Path) -> None:
-    world = run(tmp_path, {"rollout.temperature": 0.5})
-    found = [
-        set(Batch.decode((world.run_dir.batch(n) / "batch.safetensors").read_bytes()).temperatures.tolist())
-        for n in (1, 2)
-    ]
-    assert found == [{1.0}, {0.5}]
+def test_open_iteration_keeps_its_sampling_and_the_next_has_the_new(tmp_path: Path) -> None:
+    world = run(tmp_path, {f"rollout.{name}": now for name, (_, now) in SAMPLING.items()})
+    origins = [manifest(world.run_dir, "train", iteration)["origin"]["sampling"] for iteration in (1, 2)]
+    (line,) = (text for text in world.said if "iteration 1 is finished as it was begun: " in text)
+    for name, (before, now) in SAMPLING.items():
+        assert [seen(world.run_dir, iteration)[name] for iteration in (1, 2)] == [{before}, {now}]
+        key = "n" if name == "samples_per_task" else name
+        assert [sampling[key] for sampling in origins] == [before, now]
+        assert f"rollout.{name}={before:g} (now {now:g})" in line
+    batches = [Batch.decode((world.run_dir.batch(n) / "batch.safetensors").read_bytes()) for n in (1, 2)]
+    assert [set(batch.temperatures.tolist()) for batch in batches] == [{1.0}, {0.5}]
 
 
 def test_worker_that_held_scores_the_open_iteration_as_before_and_the_next_by_the_new_reward(

@@ -293,19 +293,16 @@ def test_group_whose_environment_ends_its_process_is_given_up_alone(
     assert len(cluster.groups(1)) == 8
 
 
-def test_error_on_one_node_ends_all_with_its_words(cluster: Cluster, engine_url: str) -> None:
+def test_error_on_one_node_ends_all_with_its_words_and_can_be_mended(
+    cluster: Cluster, engine_url: str
+) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--iterations", "1", "--engine-url", engine_url)
     assert cluster.run(2, *arguments, "rollout.reward=tests.cluster.plugins:broken") == [1, 1]
     for rank in (0, 1):
         last = cluster.output(rank).splitlines()[-1]
         words = r"rank [01] \(.+\) failed in train_rollout, iteration 1: .*this reward is broken"
         assert re.search(words, last), last
-
-
-def test_reward_that_always_fails_ends_the_run_and_can_be_mended(cluster: Cluster, engine_url: str) -> None:
-    arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
-    assert cluster.run(3, *arguments, "rollout.reward=tests.cluster.plugins:broken") == [1, 1, 1]
-    assert cluster.run(3, *arguments) == [0, 0, 0], cluster.everything_said()
+    assert cluster.run(2, *arguments) == [0, 0], cluster.everything_said()
     assert cluster.manifest(1)["groups"] == 8
 
 

@@ -31,7 +31,7 @@ def engine_of(node: int) -> int:
 def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mount_answers(
     tmp_path: Path, cache: Path
 ) -> None:
-    with mounted(tmp_path, cache, 2, separate=True) as nodes:
+    with mounted(tmp_path, cache, 2) as nodes:
         nodes.start(*ARGUMENTS, "--rank-weights=31,1")
         finished = nodes.cluster.run_dir.entry(Flag(2, 1, Phase.TRAIN_ROLLOUT, 1, "ok.json"))
         nodes.cluster.until(finished.exists, "rank 1 has finished its share", 120)

@@ -2,11 +2,12 @@
 undisturbed.
 
 `dying_node` says what `before` and `after` a flag mean. A run goes through a chain of kills, one at each row
-of its first iteration: with a run for each of the 56, most of the time would go into importing torch. Half of
+of its first iteration: with a run for each of the 28, most of the time would go into importing torch. Half of
 the killed nodes are restarted at once, the other half when the survivor has found them lost.
 """
 
 import signal
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,13 +33,15 @@ class Kill(NamedTuple):
 
 
 def chain(number: int) -> list[Kill]:
-    """One of four chains, which between them kill either node on either side of each row's flag."""
+    """One of two chains, which between them kill either node at each row's flag, one of them before it and
+    the other after it. The simulation kills nodes at other calls of each row.
+    """
     return [
         Kill(
             phase,
             victim=(phase + number) % 2,
-            when=("before", "after")[(phase // 2 + number // 2) % 2],
-            is_found_lost=(phase + phase // 2 + number + number // 2) % 2 == 0,
+            when=("before", "after")[(phase // 2 + number) % 2],
+            is_found_lost=(phase // 4 + number) % 2 == 0,
         )
         for phase in Phase
     ]
@@ -70,16 +73,15 @@ def wait_until_lost(cluster: Cluster, survivor: int, victim: int) -> None:
     )
 
 
-def test_chains_kill_either_node_on_either_side_of_each_flag() -> None:
-    kills = [kill for number in range(4) for kill in chain(number)]
-    nodes = [(row, rank) for row in Phase for rank in (MASTER, WORKER)]
-    assert {kill[:3] for kill in kills} == {(*node, when) for node in nodes for when in ("before", "after")}
-    assert {(kill.phase, kill.victim, kill.is_found_lost) for kill in kills} == {
-        (*node, is_found_lost) for node in nodes for is_found_lost in (True, False)
-    }
+def test_chains_kill_either_node_and_on_either_side_of_each_flag() -> None:
+    kills = [kill for number in range(2) for kill in chain(number)]
+    assert {(kill.phase, kill.victim) for kill in kills} == {*product(Phase, (MASTER, WORKER))}
+    assert {(kill.phase, kill.when) for kill in kills} == {*product(Phase, ("before", "after"))}
+    assert {(kill.phase, kill.is_found_lost) for kill in kills} == {*product(Phase, (True, False))}
+    assert len({kill[1:] for kill in kills}) == 8, "each node, on each side, found lost and not"
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
     cluster: Cluster, engine_urls: list[str], undisturbed: Results, number: int
 ) -> None:
@@ -145,10 +147,8 @@ def test_both_nodes_killed_at_once_come_back(
     assert results(cluster) == undisturbed
 
 
-@pytest.mark.parametrize("dead", [(0, 2), (0, 1, 2)])
-def test_nodes_killed_in_mid_rollout_come_back(
-    cluster: Cluster, engine_url: str, dead: tuple[int, ...]
-) -> None:
+def test_nodes_killed_in_mid_rollout_come_back(cluster: Cluster, engine_url: str) -> None:
+    dead = (0, 2)
     settings = [*FAST, "rollout.tasks_per_iteration=24", "rollout.concurrency=4", "cluster.node_timeout_s=4"]
     settings += ["rollout.environment=tests.cluster.plugins:slow", "--rl-phase", "rollout"]
     master = ["--num-nodes", "3", "--iterations", "1", "--engine-url", engine_url, *settings]

@@ -127,7 +127,7 @@ def test_nodes_find_each_other_listen_to_their_peers_alone_and_keep_their_files_
 ) -> None:
     with Hosts(2, decoy=True) as hosts, listeners(hosts, tmp_path) as seen:
         arguments = (*FAST, "--num-nodes", "2", "--rank-weights", "2,1")
-        arguments += ("--iterations", "3", "--eval-interval", "2")
+        arguments += ("--iterations", "2", "--eval-interval", "1")
         for rank, host in enumerate(hosts):
             cluster.start(rank, *(() if rank else arguments), prefix=host.argv(UMASK))
         cluster.until(lambda: cluster.metrics(), "the first iteration", 240)

@@ -23,7 +23,7 @@ def test_killed_worker_comes_back_and_no_group_is_lost(kind: str, tmp_path: Path
     if reason := unavailable(kind):
         pytest.skip(reason)
     with Mounts(kind, tmp_path / "fs", 3) as shared:
-        carry(shared, cache, tmp_path, killed=[1], iterations=3, nodes=2)
+        carry(shared, cache, tmp_path, killed=[1], iterations=2, nodes=2)
 
 
 @pytest.mark.timeout(400)

@@ -24,7 +24,7 @@ TYPED = [
 ]
 ON_PAGE = [command for command in commands(PAGE) if "scripts/recipes/" in command]
 SMALL = (
-    *("--iterations", "2", "rollout.tasks_per_iteration=8", "tiny.warmup_steps=4"),
+    *("--iterations", "1", "rollout.tasks_per_iteration=8", "tiny.warmup_steps=4"),
     *("eval.max_tasks=4", "trainer.global_batch_size=16"),
 )
 SIZES: dict[str, dict[str, int]] = {
@@ -118,10 +118,10 @@ def test_recipes_for_a_cpu_run_one_after_the_other(tmp_path: Path, cache: Path) 
             nodes.close()
 
     lines = run("tool-agent-cpu.toml", "agent")
-    assert [line["iteration"] for line in lines] == [1, 2] and "calls" in lines[0]["sample_metrics"]
+    assert [line["iteration"] for line in lines] == [1] and "calls" in lines[0]["sample_metrics"]
     assert all("eval_reward" in line for line in run("sft-cpu.toml", "sft"))
-    made = place / "sft" / "checkpoints" / "iteration_000002"
-    assert len(run("rl-after-sft-cpu.toml", "rl", "--model", str(made))) == 2
-    with serving(place / "rl" / "checkpoints" / "iteration_000002", tmp_path / "log") as url:
-        (first, _) = run("distill-cpu.toml", "distill", f"rollout.teacher={url}/v1")
+    made = place / "sft" / "checkpoints" / "iteration_000001"
+    assert len(run("rl-after-sft-cpu.toml", "rl", "--model", str(made))) == 1
+    with serving(place / "rl" / "checkpoints" / "iteration_000001", tmp_path / "log") as url:
+        (first,) = run("distill-cpu.toml", "distill", f"rollout.teacher={url}/v1")
     assert first["kl_reference"] is not None

@@ -123,11 +123,11 @@ def test_one_policy_makes_the_same_samples_in_segments_and_at_once(
 
 def test_task_file_is_split_by_weight(cluster: Cluster, tmp_path: Path, engine_url: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
-    lines = [{"id": f"t{n}", "prompt": f"{n % 90 + 10}+{n // 90 + 10}=", "answer": "1"} for n in range(2000)]
+    lines = [{"id": f"t{n}", "prompt": f"{n % 90 + 10}+{n // 90 + 10}=", "answer": "1"} for n in range(200)]
     tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
     codes = cluster.run(
         3, *FAST, "--rank-weights", "2,1,1", "--tasks", str(tasks), "--rl-phase", "rollout",
-        "--engine-url", engine_url, "--iterations", "1", "rollout.tasks_per_iteration=2000",
+        "--engine-url", engine_url, "--iterations", "1", "rollout.tasks_per_iteration=200",
         "rollout.samples_per_task=1", "rollout.max_tokens=1",
     )  # fmt: skip
     assert codes == [0, 0, 0], cluster.everything_said()
@@ -135,12 +135,12 @@ def test_task_file_is_split_by_weight(cluster: Cluster, tmp_path: Path, engine_u
     shares = {rank: 0 for rank in range(3)}
     for part in manifest["parts"]:
         shares[part["rank"]] += len(part["slots"])
-    assert shares == {0: 1000, 1: 500, 2: 500}
+    assert shares == {0: 100, 1: 50, 2: 50}
     groups = cluster.groups(1)
-    assert sorted(groups) == list(range(2000))
+    assert sorted(groups) == list(range(200))
     assert {group.task_id for group in groups.values()} == {line["id"] for line in lines}
-    assert (manifest["groups"], manifest["samples"], manifest["given_up"]) == (2000, 2000, [])
-    assert sum(len(part["slots"]) for part in manifest["parts"]) == 2000
+    assert (manifest["groups"], manifest["samples"], manifest["given_up"]) == (200, 200, [])
+    assert sum(len(part["slots"]) for part in manifest["parts"]) == 200
 
 
 def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_url: str) -> None:

@@ -25,7 +25,7 @@ def forks_of(parent: int) -> list[psutil.Process]:
 
 
 def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path) -> None:
-    arguments = (*FAST, "--num-nodes", "2", "--iterations", "2")
+    arguments = (*FAST, "--num-nodes", "2", "--iterations", "1")
     found = []
     for name in ("local", "separate"):
         (tmp_path / name).mkdir()
@@ -36,8 +36,8 @@ def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path)
                 assert cluster.wait() == [0], cluster.everything_said()
             else:
                 assert cluster.run(2, *arguments) == [0, 0], cluster.everything_said()
-            weights = checksums(cluster.run_dir.checkpoint(2))["model.safetensors"]
-            found.append((weights, {n: token_ids(cluster.groups(n)) for n in (1, 2)}))
+            weights = checksums(cluster.run_dir.checkpoint(1))["model.safetensors"]
+            found.append((weights, token_ids(cluster.groups(1))))
         finally:
             cluster.close()
     assert found[0] == found[1]

@@ -22,10 +22,12 @@ from tests.faultfs import FaultFs, unavailable
 
 FAULTS: dict[str, dict[str, Any]] = {
     "stale attributes, absences and listings": {"attributes_s": 1.0, "negative_s": 1.0, "listing_s": 1.0},
-    "late publication": {"publishes_s": 0.5},
-    "errors that pass": {"error_rate": 0.02},
-    "calls that lie": {"lie_rate": 0.05, "lies": ("rename", "link", "create", "mkdir", "write", "fsync")},
-    "no hard links, renames that copy, latency": {"no_links": "EPERM", "halves_s": 0.05, "latency_s": 0.002},
+    "late publication, errors that pass, calls that lie": {
+        "publishes_s": 0.5,
+        "error_rate": 0.02,
+        "lie_rate": 0.05,
+        "lies": ("rename", "link", "create", "mkdir", "write", "fsync"),
+    },
 }
 SLOW = (
     "cluster.node_timeout_s=4",

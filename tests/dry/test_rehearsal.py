@@ -26,10 +26,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         **QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    "Qwen/Qwen3-1.7B": {
-        **QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
     "Qwen/Qwen3-8B": {
         **QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32,
     },
@@ -46,7 +42,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 """From the configurations on the Hub."""
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gsm8k-1-gpu": ("Qwen/Qwen3-0.6B", 1, {}),
-    "tool-agent-1-gpu": ("Qwen/Qwen3-1.7B", 1, {}),
     "lora-8-gpus": ("Qwen/Qwen2.5-7B-Instruct", 8, {}),
     "gsm8k-8-gpus": ("Qwen/Qwen3-8B", 8, {}),
     "offloaded": ("Qwen/Qwen3-8B", 1, {"layout": "sharded", "cpu_offload": True}),

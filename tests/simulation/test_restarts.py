@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from coordinator.directory.layout import Beat, Kind, RunDir, parse_protocol_name
 from coordinator.protocol.exits import Exit
 from rollout.part_file import decode_part

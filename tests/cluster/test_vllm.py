@@ -55,11 +55,9 @@ def is_loaded_ahead(cluster: Cluster, rank: int) -> bool:
     return loaded < next(k for k, one in enumerate(events) if published.items() <= one.items())
 
 
-@pytest.mark.parametrize("head_start", ["true", "false"])
-def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster, head_start: str) -> None:
+def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster) -> None:
     words = ("--num-nodes", "2", "--rank-weights", "1,1")  # else a node that is slow to start gets no group
-    head = f"checkpoints.head_start={head_start}"
-    cluster.start(0, *words, "--iterations", "2", *SETTINGS, head, prefix=ENVIRONMENT)
+    cluster.start(0, *words, "--iterations", "2", *SETTINGS, prefix=ENVIRONMENT)
     cluster.start(1, prefix=ENVIRONMENT)
     assert cluster.wait(LONGEST_S) == [0, 0], cluster.everything_said()
     lines = cluster.metrics()
@@ -70,8 +68,7 @@ def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Clust
         assert sorted(groups) == list(range(8)) and not cluster.manifest(iteration)["given_up"]
         assert {len(group.samples) for group in groups.values()} == {4}
     assert {entry["rank"] for entry in cluster.manifest(2)["parts"]} == {0, 1}
-    ahead = [is_loaded_ahead(cluster, rank) for rank in (0, 1)]
-    assert any(ahead) == (head_start == "true"), ahead
+    assert any(is_loaded_ahead(cluster, rank) for rank in (0, 1))
 
     trained = json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
     assert cluster.manifest(2)["policy"] == trained != cluster.manifest(1)["policy"]

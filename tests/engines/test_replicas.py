@@ -11,7 +11,7 @@ from rollout.engines.admin import adapter_name
 from rollout.engines.answers import EngineFacts
 from rollout.origin import Sampling
 from tests.adapters import make_adapter
-from tests.engines.engines import Reference, serving
+from tests.engines.engines import Engine, Reference, serving
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -33,26 +33,27 @@ def _named_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
+def check_answers(engine: Engine, policy: str, reference: Reference, model: str | None = None) -> None:
+    """Both replicas must serve `policy`, and compute what `reference` does."""
+    assert {engine.admin.policy() for _ in range(6)} == {policy}, "every front end says so"
+    logprobs = pytest.approx(reference.logprobs(TOKENS), abs=TOLERANCE)
+    assert [engine.admin.prompt_logprobs(TOKENS, k, model=model) for k in (0, 1)] == [logprobs, logprobs]
+    requests = [(TOKENS[k:], Sampling(n=4, max_tokens=16)) for k in range(6)]
+    answers = engine.ask_at_once(requests, model=model, facts=EngineFacts(replicas=2))
+    assert max(reference.error(answer) for group in answers for answer in group) < TOLERANCE
+
+
 @pytest.mark.usefixtures("_named_vllm")
-@pytest.mark.parametrize("rank", [0, RANK], ids=["all weights", "adapters"])
 def test_two_replicas_load_prove_and_answer(
-    rank: int, model_dir: Path, other_model_dir: Path, other_reference: Reference, tmp_path: Path
+    model_dir: Path, other_model_dir: Path, other_reference: Reference, tmp_path: Path
 ) -> None:
-    with serving("vllm", model_dir, tmp_path / "log", rank, **{"data-parallel-size": 2}) as engine:
+    with serving("vllm", model_dir, tmp_path / "log", RANK, **{"data-parallel-size": 2}) as engine:
         assert "vllm.entrypoints.cli.main" in str(engine.process.args)
-        admin, name = engine.admin, None
-        admin.name_policy("first")
-        admin.reload(other_model_dir, "other", like=model_dir)
-        assert admin.prove(other_model_dir) == []
-        reference, served = other_reference, "other"
-        if rank:
-            adapter = make_adapter(tmp_path / "adapter", other_model_dir, seed=1, rank=rank)
-            admin.load_adapter(adapter, "adapted")
-            assert admin.prove(other_model_dir, adapter) == []
-            reference, served, name = Reference(adapter), "adapted", adapter_name("adapted")
-        assert {admin.policy() for _ in range(6)} == {served}, "every front end says so"
-        wanted = pytest.approx(reference.logprobs(TOKENS), abs=TOLERANCE)
-        assert [admin.prompt_logprobs(TOKENS, k, model=name) for k in (0, 1)] == [wanted, wanted]
-        asked = [(TOKENS[k:], Sampling(n=4, max_tokens=16)) for k in range(6)]
-        answers = engine.ask_at_once(asked, model=name, facts=EngineFacts(replicas=2))
-        assert max(reference.error(one) for group in answers for one in group) < TOLERANCE
+        engine.admin.name_policy("first")
+        engine.admin.reload(other_model_dir, "other", like=model_dir)
+        assert engine.admin.prove(other_model_dir) == []
+        check_answers(engine, "other", other_reference)
+        adapter = make_adapter(tmp_path / "adapter", other_model_dir, seed=1, rank=RANK)
+        engine.admin.load_adapter(adapter, "adapted")
+        assert engine.admin.prove(other_model_dir, adapter) == []
+        check_answers(engine, "adapted", Reference(adapter), adapter_name("adapted"))

@@ -44,17 +44,6 @@ def engine_logs(cluster: Cluster, rank: int) -> int:
     return len(list(cluster.run_dir.logs(rank).glob("engine.*.log")))
 
 
-def is_loaded_ahead(cluster: Cluster, rank: int) -> bool:
-    """Whether a node has loaded the policy of iteration 1 before its checkpoint was published. Whether groups
-    were begun too depends on milliseconds: the checkpoint of a tiny model is durable as soon as that.
-    """
-    lines = (cluster.root / "events" / f"rank_{rank:04d}.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines if line]
-    loaded = next(k for k, one in enumerate(events) if one["what"] == "reload" and one["policy"] == 1)
-    published = {"what": "end", "it": 1, "row": "checkpoint"}
-    return loaded < next(k for k, one in enumerate(events) if published.items() <= one.items())
-
-
 def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Cluster) -> None:
     words = ("--num-nodes", "2", "--rank-weights", "1,1")  # else a node that is slow to start gets no group
     cluster.start(0, *words, "--iterations", "2", *SETTINGS, prefix=ENVIRONMENT)
@@ -68,7 +57,6 @@ def test_two_nodes_train_and_their_engines_serve_what_was_trained(cluster: Clust
         assert sorted(groups) == list(range(8)) and not cluster.manifest(iteration)["given_up"]
         assert {len(group.samples) for group in groups.values()} == {4}
     assert {entry["rank"] for entry in cluster.manifest(2)["parts"]} == {0, 1}
-    assert any(is_loaded_ahead(cluster, rank) for rank in (0, 1))
 
     trained = json.loads((cluster.run_dir.checkpoint(1) / "result.json").read_text())["policy"]
     assert cluster.manifest(2)["policy"] == trained != cluster.manifest(1)["policy"]

@@ -226,7 +226,8 @@ def test_doctor_is_asked_about_the_directory_as_one_of_the_nodes(
 def test_target_is_there_and_ci_makes_it(command: str) -> None:
     target = command.split()[1]
     assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    assert target in NOT_IN_CI or f"make {target}\n" in (REPOSITORY / ".ci" / "run").read_text()
+    made = re.findall(r"^make (\S+)", (REPOSITORY / ".ci" / "run").read_text(), re.MULTILINE)
+    assert target in {*NOT_IN_CI, *made}
 
 
 def test_demo_is_a_run_of_three_nodes(

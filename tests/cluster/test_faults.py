@@ -84,13 +84,6 @@ def test_killed_worker_ends_all_and_a_restart_generates_only_the_rest(
     assert token_ids(cluster.groups(1)) == calm
 
 
-def test_killed_master_ends_the_workers(cluster: Cluster, engine_url: str) -> None:
-    start_rollout(cluster, engine_url, 2)
-    cluster.kill(0)
-    assert cluster.wait(120) == [-signal.SIGKILL, 3]
-    assert re.search(r"rank 0 \(.+\) is lost", cluster.output(1).splitlines()[-1])
-
-
 def test_terminated_worker_is_lost_at_once(cluster: Cluster, engine_url: str) -> None:
     start_rollout(cluster, engine_url, 2)
     cluster.kill(1, signal.SIGTERM)

@@ -151,17 +151,12 @@ def test_node_that_is_killed_comes_back_where_it_was(launch: Launch, tmp_path: P
 
 
 def test_machines_that_are_missing_are_named_and_nothing_is_written(launch: Launch) -> None:
-    for words, said in (
-        ((), "--num-nodes 9: the Ray cluster at"),
-        (("--gpus-per-node", "8"), "rank 0 asks for 8 GPUs and 0 CPUs, and no machine of the Ray cluster"),
-        (("--run", "/absent/run"), "no program /absent/run there; say where it is with --run PATH"),
-    ):
-        launcher = launch(*words, nodes=1 if words else 9)
-        assert launcher.wait() == 2, launcher.said
-        assert said in launcher.said and ("127.0.0.2 (0 GPUs, 1 CPUs)" in launcher.said) == ("Ray" in said)
-        assert not launcher.run_dir.root.exists() and not list(
-            launcher.run_dir.root.parent.glob(".flagpost*")
-        )
+    launcher = launch(nodes=9)
+    assert launcher.wait() == 2, launcher.said
+    assert "--num-nodes 9: the Ray cluster at" in launcher.said
+    assert "127.0.0.2 (0 GPUs, 1 CPUs)" in launcher.said
+    assert not launcher.run_dir.root.exists()
+    assert not list(launcher.run_dir.root.parent.glob(".flagpost*"))
 
 
 def test_launcher_of_another_place_reaches_the_cluster_as_a_client(

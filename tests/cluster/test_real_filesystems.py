@@ -14,7 +14,7 @@ import pytest
 from tests.filesystems import REPOSITORY, Mounts, unavailable
 from tests.filesystems.run import carry
 
-QUICK = ("sshfs, caches off", "glusterfs", "moosefs")
+QUICK = ("glusterfs", "moosefs")
 
 
 @pytest.mark.timeout(600)  # five times torch is imported by an engine or a trainer

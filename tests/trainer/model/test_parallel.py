@@ -50,10 +50,8 @@ FAMILIES = {
 }
 """Whether rows hold several sequences of these models."""
 CASES = [
-    {"name": "replicated", "ranks": 3, "rank_weights": [1, 1, 1], "settings": {}},
-    {"name": "replicated_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
-    {"name": "sharded", "ranks": 3, "rank_weights": [1, 1, 1], "settings": SHARDED},
-    {"name": "sharded_uneven", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED},
+    {"name": "replicated", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
+    {"name": "sharded", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED},
     {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
     {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
     {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
@@ -71,13 +69,12 @@ CASES = [
             "rank_weights": [2] + [1] * (ranks - 1),
             "settings": {**more, **reward},
         }
-        for kl_in, advantage in (("token_reward", "whitened"), ("reward", "leave_one_out"))
-        for reward in [{"kl": "k1", "kl_in": kl_in, "advantage": advantage}]
-        for name, ranks, more in (
-            (f"replicated_{kl_in}", 3, {}),
-            (f"sharded_{kl_in}", 2, SHARDED),
-            (f"tensor_{kl_in}", 4, {"tensor_parallel_size": 2}),
+        for name, ranks, more, kl_in, advantage in (
+            ("replicated_reward", 3, {}, "reward", "leave_one_out"),
+            ("sharded_token_reward", 2, SHARDED, "token_reward", "whitened"),
+            ("tensor_reward", 4, {"tensor_parallel_size": 2}, "reward", "leave_one_out"),
         )
+        for reward in [{"kl": "k1", "kl_in": kl_in, "advantage": advantage}]
     ),
 ]
 

@@ -20,6 +20,8 @@ from rollout.trajectory import Sample
 
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 """The fields of a message that its sender has said; others are about it."""
+TRAINED = ("weight", "train", "training", "trainable", "loss")
+"""What data sets call the field, a number or a boolean, that says whether a message is trained on."""
 _OPENED = re.compile(r"<(\w+)>\s*$")
 """What a chat template may open before an answer."""
 
@@ -180,7 +182,14 @@ def _answer(task: Task) -> Message:
         raise TaskError(
             f"task {task['id']!r}: its one message is the answer, and there is nothing it answers"
         )
-    return answer
+    weights = {name: answer[name] for name in TRAINED if isinstance(answer.get(name), int | float)}
+    for name, weight in weights.items():
+        if weight != 1:
+            raise TaskError(
+                f"task {task['id']!r}: its last message, which is trained on, has `{name}` {weight}, not 1; "
+                "end the conversation with a message to learn, or leave the task out"
+            )
+    return {name: value for name, value in answer.items() if name not in weights}
 
 
 def messages_before(task: Task) -> list[Message]:

@@ -23,7 +23,7 @@ from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.math import math_reward
-from rollout.rewards.numbers import last_number, single_number
+from rollout.rewards.numbers import last_number, single_number, with_decimal_commas
 from rollout.rewards.parts import Part, parts_of
 from rollout.rewards.regex import pattern_of, regex
 from rollout.rewards.served import SERVED, ServedReward
@@ -164,7 +164,7 @@ def _plain(text: str) -> str:
 
 def numeric(task: Task, completion: str) -> float:
     """1 if the completion's last number equals the answer, which is a single number (`#### 1,200` equals
-    1200.0). Both are read as `rollout.rewards.numbers` says.
+    1200.0). Both are read as `rollout.rewards.numbers` says; `2,5` at the end is 5, and 2.5 too.
     """
     answer = answer_text(task)
     target = single_number(answer)
@@ -172,10 +172,10 @@ def numeric(task: Task, completion: str) -> float:
         raise ValueError(f"its answer {answer!r} holds no number")
     if target is None:
         raise ValueError(
-            f"its answer {answer!r} is no single number: write #### before the one that counts, or take the "
-            "reward exact or math"
+            f"its answer {answer!r} is no single number: write #### before the one that counts, a decimal "
+            "comma as a point, or take the reward exact or math"
         )
-    return float(last_number(completion) == target)
+    return float(target in (last_number(completion), last_number(with_decimal_commas(completion))))
 
 
 def length(task: Task, completion: str) -> float:

@@ -70,13 +70,22 @@ _FACTOR = re.compile(
 """What makes a term of the number before it, or a power of what is in brackets."""
 _TERM = re.compile(r"(?:(?:\\pi|π|\b[xyz])\s*/|±|\\pm|(?:\\|\b)(?:sqrt|ln|log|sin|cos|tan|exp)\s?[({]*)\s*$")
 """What makes another number of the one behind it, or two."""
-_NAME = re.compile(r"(?<![A-Za-z\\])(?!(?:[A-Z]{3}|Rs)[0-9])[A-Za-z]+-?[0-9]")
-"""A name with digits in it (H2O, COVID-19), unless it is a currency's with an amount."""
+_NAME = re.compile(r"(?<![A-Za-z\\])(?!(?:[A-Z]{3}|Rs)[0-9]|(?<=[0-9.])[eE])[A-Za-z]+-?[0-9]")
+"""A name with digits in it (H2O, COVID-19), unless it is a currency's with an amount, or an exponent."""
 _TITLE = re.compile(r"\s*(?:[A-Z][a-z]+ )+[0-9]+\s*")
 _BEFORE_AMOUNTS = re.compile(
     r"\s*(?:Rs|About|Around|Roughly|Exactly|Nearly|Almost|Only|Answer|Total|[A-Z][a-z]+ly) "
 )
 """What a text that is no title, but a word and an amount, begins with."""
+_SIGN_WORD = re.compile(
+    r"(?:\bnegative|(?:\A|[=:≈({*$]|\b(?:is|be|are|was|equals|answer|of|to|by|at))\s*\bminus)\s+[$€£¥₹]?\Z",
+    re.IGNORECASE,
+)
+_LATEX_DECIMAL = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{1,2}(?![0-9]|\{,\})|[0-9]{4})")
+_DECIMAL_COMMA = re.compile(
+    r"(?<![0-9.,])(?![1-9][0-9]{0,2},[0-9]{3}(?![0-9]))([0-9]{1,30}),([0-9]{1,30})(?![0-9]|[.,][0-9])"
+)
+"""What may be a decimal comma: before three digits it groups."""
 _POWER = re.compile(
     r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,3})\s*\}?"
     r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,2})\s*\}?)"
@@ -88,6 +97,11 @@ def last_number(text: str) -> Fraction | None:
     or if what comes last holds digits and is none (a time, a date, a root). Of a list it is the last.
     """
     return next(iter(deque(_expressions(text), maxlen=1)), [None])[-1]
+
+
+def with_decimal_commas(text: str) -> str:
+    """Return a text in which `2,5` is 2.5, as most of Europe writes it. Elsewhere it is a list of two."""
+    return _DECIMAL_COMMA.sub(r"\1.\2", text)
 
 
 def single_number(text: str) -> Fraction | None:
@@ -102,7 +116,7 @@ def single_number(text: str) -> Fraction | None:
 
 def _expressions(text: str) -> Iterator[list[Fraction | None]]:
     """Yield what each expression of a text is, in order: a number, the numbers of a list, or None."""
-    text = _with_ascii_digits(text)
+    text = _LATEX_DECIMAL.sub(".", _with_ascii_digits(text))
     at = 0
     while match := _EXPRESSION.search(text, at):
         at = match.end()
@@ -175,7 +189,9 @@ def _read(digits: str) -> Fraction | None:
 
 def _sign(text: str, begin: int) -> int:
     """Return the sign before a number: a minus that follows a digit, a letter or a bracket is an operator."""
-    near = text[max(0, begin - 12) : begin]
+    near = text[max(0, begin - 24) : begin]
+    if _SIGN_WORD.search(near):
+        return -1
     before = near.rstrip("$€£¥₹\\")
     if before.endswith(tuple(_MINUS)):
         return 1 if re.search(r"[\w)\]}%]$", before[:-1]) else -1

@@ -181,6 +181,8 @@ def test_all_that_the_answer_says_is_trained() -> None:
     client = Rendered(WRITES_ALL)
     sample = demonstrate({"messages": [MESSAGES[1], THOUGHT]}, client)
     assert parts_of(sample) == ("<user>1+2$<assistant>", "(add)46[add]$")
+    weighed = demonstrate({"messages": [MESSAGES[1], THOUGHT | {"weight": 1}]}, client)
+    assert parts_of(weighed) == parts_of(sample)
     alone = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert parts_of(demonstrate({"messages": [MESSAGES[1], alone]}, client))[1] == "[add]$"
 
@@ -211,6 +213,8 @@ def test_what_the_template_leaves_out_of_an_answer_is_an_error(template: str, le
         ({"prompt": "1+2=", "answer": ""}, "task 'a' has no answer to demonstrate"),
         ({"messages": MESSAGES}, "task 'a' has no answer to demonstrate"),
         ({"messages": [SAID]}, "task 'a': its one message is the answer"),
+        ({"messages": [*MESSAGES, SAID | {"weight": 0}]}, "its last message, .* has `weight` 0, not 1"),
+        ({"messages": [*MESSAGES, SAID | {"train": False}]}, "its last message, .* has `train` False, not 1"),
         ({"prompt": "1+2=", "answer": "x" * 50}, r"task 'a': .* 51 tokens.*rollout\.max_tokens=50"),
     ],
 )  # fmt: skip

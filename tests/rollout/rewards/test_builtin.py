@@ -119,6 +119,8 @@ def scored(name: str, text: str, **task: Any) -> Sample:
         ("exact", "0.00001", {"answer": 0.00001}, 1),
         ("exact", "caf\u00e9", {"answer": "cafe\u0301"}, 1),
         ("exact", "a\nb", {"answer": "a\r\nb"}, 1),
+        ("numeric", "also 2,5", {"answer": "2.5"}, 1),
+        ("numeric", "1,500", {"answer": "1.5"}, 0),
         ("numeric", "12:30", {"answer": "30"}, 0),
         ("numeric", "in 3/4 of an hour", {"answer": "4"}, 0),
         ("regex", "well, yes!", {"pattern": "yes|ja"}, 1),

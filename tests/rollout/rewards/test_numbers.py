@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from rollout.rewards.numbers import last_number, single_number
+from rollout.rewards.numbers import last_number, single_number, with_decimal_commas
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,11 @@ from rollout.rewards.numbers import last_number, single_number
         ("2.5:1", None),
         ("is 42!", "42"),
         ("$5/hour", "5"),
+        ("3{,}5", "3.5"),
+        ("12{,}34{,}567", "1234567"),
+        ("The answer is minus 7.", "-7"),
+        ("Negative 7", "-7"),
+        ("8 minus 7", "7"),
     ],
 )
 def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:
@@ -118,6 +123,8 @@ def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> 
         ("12:30", None),
         ("2024-01-02", None),
         ("72.0", "72"),
+        ("2.5e6", "2500000"),
+        ("5,5", None),
         ("5 km", "5"),
         ("x=5", "5"),
         ("1 200", "1200"),
@@ -135,6 +142,11 @@ def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> 
 )
 def test_single_number_is_the_only_one_or_the_one_that_is_marked(text: str, number: str | None) -> None:
     assert single_number(text) == (None if number is None else Fraction(number))
+
+
+def test_decimal_comma_is_one_where_it_can_group_no_thousands() -> None:
+    text = "2,5 and 0,125 and 1,500 and 1,2,3 and 3.5,5"
+    assert with_decimal_commas(text) == "2.5 and 0.125 and 1,500 and 1,2,3 and 3.5,5"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def _fitted(value: Any, schema: Any, root: Schema) -> Any:
     types, choices = types_of(schema, root)
     if isinstance(value, str) and types and "string" not in types:
         value = _read(value, types, choices)
+    elif isinstance(value, str) and value not in choices:
+        value = next((choice for choice in choices if value.strip() == json.dumps(choice)), value)
     if types and types <= {"string", "null"} and not isinstance(value, str | None):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and value.is_integer() and types and not types & {"number", "string"}:

@@ -42,6 +42,8 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
     before, read = _read(parser, text[begin:], schemas)
     if not read:  # a call of these functions without the marks of the family
         read = [None for call in _read("llama3_json", text[begin:], schemas)[1] if call is not None]
+    if not read and (bare := _BARE_CALL.match(text, begin)) and bare[bare.lastindex or 0] in schemas:
+        read = [None]
     calls = [call for call in read if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
     ids = [call.id or _id(f"{seed}/{number}") for number, call in enumerate(calls)]
@@ -203,6 +205,8 @@ def _call_or_none(value: Any) -> Call | None:
 _LLAMA_MARK = re.compile(
     r'\{\s*"(?:name|function|type|id|parameters|arguments)"\s*:\s*(?:"(?P<name>[^"\\]*)")?'
 )
+_BARE_CALL = re.compile(r"\s*(?:\[\s*([\w.-]+)\(|<function=([\w.-]+)>)")
+"""A call as Llama 4 writes it, `[NAME(KEY=VALUE)]`, or Llama 3.1: no parser reads it."""
 _OPENING = re.compile(r"\s*(?:```\w*|<\|python_tag\|>)?\s*\[?\s*\Z")
 """What stands before a call and is none of the words before it."""
 _QWEN_MARK = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")

@@ -30,7 +30,11 @@ _FOR_THE_MODEL = {
     "system": "columns.system=system puts it before the messages",
     "system_prompt": "columns.system=system_prompt puts it before the messages",
     **dict.fromkeys(
-        ("instruction", "input", "context", "history", "functions"), "write it into the messages if it should"
+        (
+            *("instruction", "input", "context", "history", "functions"),
+            *("choices", "options", "passage", "documents"),
+        ),
+        "write it into the messages if it should",
     ),
 }
 """Fields of a task that are no part of its prompt, though data sets mean them for the model: what to do."""

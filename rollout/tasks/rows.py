@@ -442,7 +442,9 @@ def _value(value: Any, kind: Any) -> Any:
     if isinstance(value, float) and (short := _SHORT.get(str(kind))):
         return float(str(short(value)))
     if isinstance(value, Decimal):
-        return int(value) if value == int(value) else float(value)
+        if value == int(value):
+            return int(value)
+        return number if Decimal(repr(number := float(value))) == value else str(value)
     return value
 
 

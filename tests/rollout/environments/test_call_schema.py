@@ -159,6 +159,9 @@ def test_values_of_json_have_the_types_of_the_schema_too() -> None:
         ("map", {"x": "1", "y": 2}, {"x": 1, "y": 2}),
         ("pair", ["1", 2], [1, "2"]),
         ("python", "5", 5),
+        ("choice", "2", 2),
+        ("choice", "3", "3"),
+        ("choice", "4", "4"),
         ("google", "5", 5),
         ("s", {"a": 1}, '{"a": 1}'),
         ("s", None, None),
@@ -205,6 +208,9 @@ def test_call_that_cannot_be_read_hides_no_other_and_is_counted(parser: str, goo
         ("hermes", CALLS["llama3_json"]("f", ', "arguments": {"s": "5"}')),
         ("hermes", f"```json\n{CALLS['llama3_json']('f', '')}\n```"),
         ("qwen3_coder", CALLS["llama3_json"]("now", "")),
+        ("llama3_json", '[f(s="5"), now()]'),
+        ("llama3_json", '<function=f>{"s": "5"}</function>'),
+        ("mistral", "[now()]"),
     ],
 )
 def test_call_in_another_form_than_the_family_writes_is_counted(parser: str, text: str) -> None:
@@ -241,7 +247,7 @@ def test_calls_of_neighbouring_forms_are_read_and_drafts_of_the_reasoning_are_no
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize("text", ["It is 85.", "", '{"answer": 85}', "[1, 2]", "I <think> so."])
+@pytest.mark.parametrize("text", ["It is 85.", "", '{"answer": 85}', "[1, 2]", "I <think> so.", "[g(3)]"])
 def test_answer_without_a_call_has_no_call_that_could_not_be_read(parser: str, text: str) -> None:
     turn = read(parser, text)
     assert not turn.calls and turn.unread_calls == 0

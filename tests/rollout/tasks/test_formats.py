@@ -205,9 +205,11 @@ def test_lists_of_a_fixed_length_are_kept_and_what_is_left_out_is_said(
 
 
 def test_decimals_are_numbers_whole_ones_without_a_fraction(tmp_path: Path) -> None:
-    answers = pyarrow.array([Decimal("3.00"), Decimal("0.1")], pyarrow.decimal128(10, 2))
-    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": answers}), tmp_path / "t.parquet")
-    assert [str(task["answer"]) for task in load(tmp_path / "t.parquet").tasks] == ["3", "0.1"]
+    texts = ["3.00", "0.1", "12345678901234567890.10"]
+    answers = pyarrow.array([Decimal(text) for text in texts], pyarrow.decimal128(30, 2))
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "answer": answers}), tmp_path / "t.parquet")
+    tasks = load(tmp_path / "t.parquet").tasks
+    assert [task["answer"] for task in tasks] == [3, 0.1, "12345678901234567890.10"]
 
 
 def test_directory_of_splits_names_them(tmp_path: Path) -> None:

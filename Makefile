@@ -6,6 +6,7 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
+MODELS := build/real/.fetched
 
 .PHONY: install demo test test-vllm test-trl real check docs clean
 
@@ -46,10 +47,15 @@ $(TRL_VENV)/.installed: pyproject.toml requirements-trl.txt
 	$(TRL_PYTHON) -m pip install --quiet --constraint requirements-trl.txt --editable .
 	touch $@
 
-# Runs of a real chat model, which the first of them fetches into build/real; with vLLM too where that is installed.
-real: install
+# Runs of real models; with vLLM too where that is installed.
+real: install $(MODELS)
 	$(BIN)/python -m pytest tests/real
 	[ ! -x $(VLLM_PYTHON) ] || $(VLLM_PYTHON) -m pytest tests/real -k vllm
+
+$(MODELS): $(VENV)/.installed
+	$(BIN)/python -m scripts.real_model
+	$(BIN)/python -m scripts.real_model --model gemma-3-270m
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

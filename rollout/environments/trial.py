@@ -131,7 +131,9 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
         lists = [answer for name in ("chosen", "rejected") if isinstance(answer := task.get(name), list)]
         messages += [message for answer in lists for message in answer if isinstance(message, dict)]
         words = [str(message.get("content", "")) for message in messages]
-        for text in {shown for word in words for shown in mark.findall(word)}:
+        answers = [str(task[name]) for name in ("answer", "chosen", "rejected") if name in task]
+        inside = [*words, *(re.sub(f"({mark.pattern})\\s*\\Z", "", answer) for answer in answers)]
+        for text in {shown for word in inside for shown in mark.findall(word)}:
             look.in_words.setdefault(text, []).append(index)
         fields = [str(task[name]) for name in ("prompt", "answer", "chosen", "rejected") if name in task]
         holds = frozenset(mark.findall(str(task.get("prompt", ""))))

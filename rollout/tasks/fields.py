@@ -62,6 +62,8 @@ def task_of(
     task = without_answer({**task, "id": str(task["id"])})
     if task.get("messages") == []:
         raise ValueError("its one message is the answer, and there is nothing it answers")
+    if ANSWER in task and (messages := task.get("messages")) and messages[-1]["role"] == "assistant":
+        raise ValueError("its `messages` end with two of the assistant; join them, or leave out one")
     completion = None if {ANSWER, "answer"} & task.keys() else _completion(task)
     return {**task, ANSWER: completion} if completion else task
 

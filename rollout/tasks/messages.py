@@ -50,6 +50,8 @@ def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> M
         content = "".join(part["text"] for part in content)
     elif not isinstance(content, str | None):
         raise ValueError("content: must be a string or parts of the type text")
+    if message.get("prefix") is True and message["role"] == "assistant":
+        raise ValueError("prefix: no answer is begun here; give a `prompt` that ends with its beginning")
     if content is None and message["role"] in _WITH_WORDS:
         raise ValueError(f"content: a message of the {message['role']} must have words; leave it out")
     filled = {name: value for name, value in message.items() if value not in (None, [], {})}

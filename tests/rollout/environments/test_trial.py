@@ -64,6 +64,7 @@ def tried(tmp_path: Path, task: dict[str, Any], environment: str = "single_turn"
         ({"prompt": "hi"}, {"adds": "$A </s>", "template": None}, "its prompt ends with </s>"),
         ({"prompt": "a</s>b"}, {"template": None}, "its prompt holds </s>, the end of a sequence"),
         ({"messages": [{"role": "user", "content": "a<|im_end|>b"}]}, {}, "its words hold <|im_end|>"),
+        ({"prompt": "hi", "answer": "<s>7</s>"}, {"template": None}, "its words hold <s>"),
     ],
 )
 @pytest.mark.parametrize("environment", ["single_turn", "demonstration"])

@@ -69,6 +69,13 @@ def test_call_without_arguments_has_none(tmp_path: Path, arguments: dict[str, An
     ]
 
 
+def test_answer_that_is_begun_or_has_two_messages_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="its `messages` end with two of the assistant"):
+        loaded(tmp_path, {"messages": [ASK, SAY, SAY]})
+    with pytest.raises(TaskError, match=r"`messages`: 1\.prefix: no answer is begun here"):
+        loaded(tmp_path, {"messages": [ASK, SAY | {"prefix": True}]})
+
+
 def test_call_that_is_none_is_refused(tmp_path: Path) -> None:
     bad = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "3"}}]}
     with pytest.raises(TaskError, match=r"`messages`: 1\.tool_calls: must be a list of calls"):

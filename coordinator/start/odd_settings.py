@@ -29,6 +29,8 @@ WORKS_WITH = {
 """Settings that are read only with certain values of another; the first of them is advised."""
 
 
+GREEDY_BELOW = 1e-5
+"""Engines take a temperature below this for 0."""
 NARROWS = ("top_p", "top_k", "min_p")
 """Settings that leave out tokens, whose probability the engine divides among the others: the trainer does
 not."""
@@ -45,11 +47,11 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: In
     if settings.rl_phase != "rollout":
         yield from _warm_up(settings)
     sets = {f"{SECTION}{name}": eval_set for name, eval_set in settings.eval_sets.items()}
-    for section, evaluation in {"eval": settings.eval, **sets}.items():
-        if (count := evaluation.samples_per_task or 1) > 1 and evaluation.temperature == 0:
-            yield (
-                f"{section}.temperature=0: all {count} samples of a task are the same, so pass@k is pass@1"
-            )
+    for section, sampling in {"rollout": settings.rollout, "eval": settings.eval, **sets}.items():
+        count, greedy = sampling.samples_per_task or 1, _greedy(sampling.temperature, sampling.top_k)
+        if count > 1 and greedy:
+            follows = "nothing can be learnt from them" if section == "rollout" else "pass@k is pass@1"
+            yield f"{section}.{greedy}: all {count} samples of a task are the same, so {follows}"
     if not inputs.has_end and not settings.rollout.stop and settings.rl_phase != "update":
         yield (
             f"--model {settings.model}: {ENDLESS}: every sample goes on to "
@@ -61,6 +63,13 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: In
             value = getattr(settings.rollout, name)
             if value != RolloutSettings.model_fields[name].default:
                 yield f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's"
+
+
+def _greedy(temperature: float | None, top_k: int | None) -> str:
+    """Return the setting, without its section, by which only the likeliest token is sampled; else nothing."""
+    if temperature is not None and temperature < GREEDY_BELOW:
+        return f"temperature={temperature:g}"
+    return "top_k=1" if top_k == 1 else ""
 
 
 def _warm_up(settings: RunSettings) -> Iterator[str]:

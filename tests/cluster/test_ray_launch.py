@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 ITERATIONS = 2
-SETTINGS = (*FAST, "--iterations", str(ITERATIONS), "cluster.node_timeout_s=5")
+SETTINGS = (*FAST, "--iterations", str(ITERATIONS), "--rl-phase", "rollout", "cluster.node_timeout_s=5")
 SLOW = "rollout.environment=tests.cluster.plugins:slow"
 Launch = Callable[..., Launcher]
 
@@ -58,12 +58,12 @@ def launch(ray: RayCluster, tmp_path: Path) -> Iterator[Launch]:
 
 
 @pytest.fixture(scope="module")
-def by_run_local(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def by_run_local(cache: Path, engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """The token ids of each iteration, as `run local` makes them."""
     place = tmp_path_factory.mktemp("local")
     cluster = Cluster(place / "run", cache, place)
     try:
-        cluster.start(0, *SETTINGS, "--num-nodes", "3", role=("local",))
+        cluster.start(0, *SETTINGS, "--engine-url", engine_url, "--num-nodes", "3", role=("local",))
         assert cluster.wait() == [0], cluster.everything_said()
         return made(cluster.root)
     finally:
@@ -92,17 +92,18 @@ def has_parts(launcher: Launcher) -> bool:
 
 
 def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet(
-    launch: Launch, ray: RayCluster, by_run_local: dict[int, Any]
+    launch: Launch, ray: RayCluster, engine_url: str, by_run_local: dict[int, Any]
 ) -> None:
     """First the launcher is killed in mid-rollout; it starts again, and a machine dies in mid-rollout."""
-    killed = launch(*SETTINGS, SLOW, "rollout.concurrency=1")
+    words = (*SETTINGS, "--engine-url", engine_url, SLOW)
+    killed = launch(*words, "rollout.concurrency=1")
     killed.until(lambda: has_parts(killed))
     killed.process.kill()
     killed.process.wait()
     killed.check_nothing_is_left(30.0)
 
     ray.add()
-    again = launch(*SETTINGS, SLOW)
+    again = launch(*words)
     again.until(lambda: "epoch" in again.said and has_parts(again) and node_of(again, 1))
     ranks = [rank for rank in (1, 2) if (node := node_of(again, rank)) and raylet_of(node) in ray.raylets()]
     victim = node_of(again, ranks[0])

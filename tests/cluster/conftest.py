@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from coordinator.machine.network import LOOPBACK, free_port
+from coordinator.machine.network import LOOPBACK
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
 from tests.imports import forked
-
-TRIES = 3
-"""A port that is free may be that of somebody's connection a second later."""
+from tests.ports import unused_port
 
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]  # `make test-vllm` runs it
 
@@ -79,20 +76,10 @@ def random_model(cache: Path) -> Path:
 @contextmanager
 def serving(model: Path, log: Path) -> Iterator[str]:
     """An engine with `model`; its URL."""
-    for _ in range(TRIES):
-        url = f"http://{LOOPBACK}:{free_port(LOOPBACK)}"
-        engine = _serve(model, url, log)
-        try:
-            EngineAdmin(url).wait_healthy(120.0, lambda engine=engine: engine.poll() is None)
-            break
-        except EngineError:
-            engine.kill()
-            engine.wait()
-            if "address already in use" not in log.read_text():
-                raise
-    else:
-        raise AssertionError(f"all of {TRIES} free ports were taken before the engine had them")
+    url = f"http://{LOOPBACK}:{unused_port()}"
+    engine = _serve(model, url, log)
     try:
+        EngineAdmin(url).wait_healthy(120.0, lambda: engine.poll() is None)
         yield url
     finally:
         engine.kill()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.machine.network import free_port
 from tests.cluster.cluster import REPOSITORY
 from tests.cluster.launchers import text, until
+from tests.ports import unused_port
 
 RAY = Path(sys.executable).with_name("ray")
 HEAD = "127.0.0.2"
@@ -59,9 +59,9 @@ class RayCluster:
         self.place = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need short names
         patient = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120"}  # tests run on busy machines
         self.environment = {**environment, **patient, "RAY_USAGE_STATS_ENABLED": "0"}
-        self.address = f"{HEAD}:{free_port(HEAD)}"
-        self.client = f"ray://{HEAD}:{free_port(HEAD)}"
-        self.dashboard = f"http://{HEAD}:{free_port(HEAD)}"
+        self.address = f"{HEAD}:{unused_port(HEAD)}"
+        self.client = f"ray://{HEAD}:{unused_port(HEAD)}"
+        self.dashboard = f"http://{HEAD}:{unused_port(HEAD)}"
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "RayCluster":

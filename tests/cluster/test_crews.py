@@ -136,7 +136,7 @@ def test_crew_that_holds_ends_at_once_when_the_run_is_interrupted(cluster: Clust
     end(cluster, dead)
     cluster.until(lambda: f"rollout rank {dead} (" in cluster.output(living), "the loss", 120)
     cluster.kill(0, signal.SIGINT)
-    codes = cluster.wait(60)
+    codes = cluster.wait()
     assert codes[0] == codes[living] == Exit.INTERRUPTED
     assert "the train crew has ended: train rank 0 (" in cluster.output(living)
     assert "was interrupted by SIGINT" in cluster.output(living)
@@ -209,7 +209,7 @@ def test_devices_are_placed_anew_by_a_start_of_all_nodes_together(cluster: Clust
     """Workers find the crews of the last start, the master replaces them, and a worker's nodes come later."""
     places = [PLACE, ("--place", "train=0", "--place", "rollout=1-2")]
     for number, place in enumerate(places, start=1):
-        codes = cluster.run(3, *SETTINGS, *place, "--iterations", str(number), timeout_s=60)
+        codes = cluster.run(3, *SETTINGS, *place, "--iterations", str(number))
         assert codes == [0, 0, 0], cluster.everything_said()
     assert [line["iteration"] for line in cluster.metrics()] == [1, 2]
     said = cluster.everything_said()

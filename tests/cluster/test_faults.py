@@ -59,7 +59,7 @@ def test_killed_worker_ends_all_and_a_restart_generates_only_the_rest(
 ) -> None:
     arguments = start_rollout(cluster, engine_url, 3)
     cluster.kill(2)
-    assert cluster.wait(60) == [3, 3, -signal.SIGKILL]
+    assert cluster.wait() == [3, 3, -signal.SIGKILL]
     for rank in (0, 1):
         last = cluster.output(rank).splitlines()[-1]
         assert re.search(
@@ -113,9 +113,7 @@ def test_run_holds_for_a_killed_worker_and_goes_on_with_it(cluster: Cluster, eng
     cluster.kill(2)
     cluster.nodes[2].wait()
     for rank in (0, 1):
-        cluster.until(
-            lambda rank=rank: "is lost" in cluster.output(rank), f"rank {rank} says who is lost", 30
-        )
+        cluster.until(lambda rank=rank: "is lost" in cluster.output(rank), f"rank {rank} says who is lost")
     assert "run --worker 2 --log-path" in cluster.output(1)
 
     def holds() -> bool:
@@ -124,7 +122,7 @@ def test_run_holds_for_a_killed_worker_and_goes_on_with_it(cluster: Cluster, eng
         told = (status["state"], status["iteration"], status["waiting_for"], lost["state"])
         return told == ("holding", 1, [2], "silent") and lost["silent_s"] >= 4.0  # node_timeout
 
-    cluster.until(holds, "status says where it holds, who is waited for, and since when", 20)
+    cluster.until(holds, "status says where it holds, who is waited for, and since when")
     time.sleep(1)
     finished = {path.name for rank in range(3) for path in parts(cluster, rank)}
     cluster.start(2)
@@ -234,10 +232,9 @@ def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engin
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
     cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", prefix=("env", "BLOCKS=1"))
     cluster.until(lambda: "blocking now" in cluster.output(0), "the reward is called")
-    for _ in range(2):
-        cluster.kill(0, signal.SIGINT)
-        time.sleep(0.2)
-    assert cluster.wait(120) == [-signal.SIGINT]
+    # Again and again: two at once may be one to a process that does not run just then.
+    cluster.until(lambda: cluster.kill(0, signal.SIGINT) or cluster.nodes[0].poll() is not None, "its end")
+    assert cluster.wait() == [-signal.SIGINT]
 
 
 def test_interrupt_of_the_master_ends_all_although_user_code_blocks_a_collector(

@@ -42,8 +42,8 @@ def test_interrupted_nodes_end_their_engines_at_once_and_themselves_when_the_mou
         nodes.cluster.until(lambda: "request_wait" in where.read_text(), "rank 1 waits in a call")
         started[0].send_signal(signal.SIGINT)  # its main thread generates
         started[1].send_signal(signal.SIGTERM)
-        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end", 12)
-        nodes.cluster.until(lambda: nodes.said().count("does not answer: ") == 2, "it is said", 5)
+        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end")
+        nodes.cluster.until(lambda: nodes.said().count("does not answer: ") == 2, "it is said")
         time.sleep(1.0)
         assert [node.poll() for node in started] == [None, None]
         for rank, name in enumerate(("SIGINT", "SIGTERM")):
@@ -68,6 +68,6 @@ def test_nodes_that_claim_while_the_mount_hangs_end_as_soon_as_it_answers(
         time.sleep(3.0)  # so long that each node wants another chunk, or writes a part
         started[0].send_signal(signal.SIGINT)
         started[1].send_signal(signal.SIGTERM)
-        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end", 12)
+        nodes.cluster.until(lambda: not any(map(is_schedulable, engines)), "the engines end")
         nodes.shared.thaw()
         assert nodes.cluster.wait(120) == [130, 130], nodes.said()

@@ -17,9 +17,10 @@ import pytest
 
 from coordinator.console.server.client import Server, ServerError
 from coordinator.directory.layout import RunDir
-from coordinator.machine.network import LOOPBACK, free_port
+from coordinator.machine.network import LOOPBACK
 from rollout.storage.files import file_facts
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster
+from tests.ports import unused_port
 
 TOKEN = "a-token-of-the-tests"
 KILLS = 5
@@ -30,7 +31,7 @@ class Serving:
     """A server in a process of its own that can be killed and started again, at the same address."""
 
     def __init__(self, root: Path, cluster: Cluster, *options: str) -> None:
-        self._port = str(free_port(LOOPBACK))
+        self._port = str(unused_port())
         command = ("serve", "--root", str(root), "--port", self._port, *options)
         self._command = [sys.executable, "-m", "coordinator.cli", *command]
         self._environment = {**cluster.environment, "FLAGPOST_TOKEN": TOKEN, "PYTHONPATH": str(REPOSITORY)}

@@ -17,8 +17,8 @@ import pytest
 
 from coordinator.console.commands import launch as launch_module
 from coordinator.console.commands.launch_ssh import launch_ssh
-from coordinator.machine.network import LOOPBACK, free_port
 from tests.cluster.launchers import Launcher, text, until
+from tests.ports import unused_port
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -45,7 +45,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for key in ("host", "user"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / key)]
         subprocess.run(command, check=True, timeout=30)
-    port = free_port(LOOPBACK)
+    port = unused_port()
     config = [
         f"Port {port}",
         *(f"ListenAddress {host}" for host in HOSTS),

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 import psutil
 
-from coordinator.machine.network import LOOPBACK, free_port
+from coordinator.machine.network import LOOPBACK
+from tests.ports import unused_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")
@@ -150,10 +151,10 @@ class Slurm:
         host = socket.gethostname().partition(".")[0]
         common = {"host": host, "loopback": LOOPBACK}
         text = CONF.format(
-            **common, port=free_port(LOOPBACK), user=getpass.getuser(), root=self.root, requeue=REQUEUE_S
+            **common, port=unused_port(), user=getpass.getuser(), root=self.root, requeue=REQUEUE_S
         )
         for name in self.names:
-            text += NODE.format(**common, name=name, port=free_port(LOOPBACK), cpus=os.cpu_count(), gpus=GPUS)
+            text += NODE.format(**common, name=name, port=unused_port(), cpus=os.cpu_count(), gpus=GPUS)
             (self.root / name).mkdir()
         (self.root / "slurm.conf").write_text(text)
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not asked to do anything

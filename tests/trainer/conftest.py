@@ -12,7 +12,8 @@ import torch
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
 from rollout.trajectory import Group, Sample
-from tests.trainer.training_jobs import Node, free_port
+from tests.ports import unused_port
+from tests.trainer.training_jobs import Node
 from trainer.batch.batch import Batch, build_batch
 from trainer.documents import TrainRequest
 from trainer.model import tiny
@@ -121,7 +122,7 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
     def start(processes: int, port: int = 0, num_nodes: int = 1, node_rank: int = 0, **launch: Any) -> Node:
         spool = tmp_path / f"spool_{len(nodes)}"
-        nodes.append(Node(spool, port or free_port(), num_nodes, node_rank, processes, **launch))
+        nodes.append(Node(spool, port or unused_port(), num_nodes, node_rank, processes, **launch))
         return nodes[-1]
 
     yield start

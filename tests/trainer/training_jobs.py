@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -101,13 +100,6 @@ def group_members(group: int) -> list[int]:
         except ProcessLookupError:
             continue
     return members
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def result_of(request: TrainRequest) -> TrainResult:

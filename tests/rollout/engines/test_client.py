@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -17,13 +16,8 @@ from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from tests.models import CONTEXT
+from tests.ports import unused_port
 from tests.rollout.rollout_helpers import RunningServer
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def ask(url: str, sampling: Sampling, prompt: Any = "1+2=", **settings: Any):
@@ -179,7 +173,7 @@ def test_broken_connection_is_tried_again() -> None:
 def test_server_that_is_not_there_is_an_error_within_the_retry_time() -> None:
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"tried again for 0\.3 s"):
-        ask(f"http://127.0.0.1:{free_port()}", Sampling(), retry_s=0.3)
+        ask(f"http://127.0.0.1:{unused_port()}", Sampling(), retry_s=0.3)
     assert time.monotonic() - started < 30
 
 
@@ -270,7 +264,7 @@ def test_refusals_that_come_while_the_context_is_read_are_asked_again_too() -> N
 def test_waiting_for_an_engine_ends_at_its_deadline_or_when_it_answers(server: RunningServer) -> None:
     EngineAdmin(server.url).wait_healthy(1, alive=lambda: True)
     with pytest.raises(EngineError, match=r"did not become healthy within 0\.2 s"):
-        EngineAdmin(f"http://127.0.0.1:{free_port()}").wait_healthy(0.2, alive=lambda: True)
+        EngineAdmin(f"http://127.0.0.1:{unused_port()}").wait_healthy(0.2, alive=lambda: True)
 
 
 def test_admin_reads_the_version_of_the_weights(server: RunningServer) -> None:

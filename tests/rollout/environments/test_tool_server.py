@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.machine.network import free_port
 from rollout import ToolServer, tool_server
 from rollout.engines.completion import Completion
 from rollout.environments import tool_server as module
 from rollout.environments.tool_calls import ToolCall
+from tests.ports import unused_port
 
 SERVER = """
 import os, sys, time
@@ -141,7 +141,7 @@ def test_server_that_ends_is_an_error_of_the_environment(command: list[str]) -> 
 
 
 def test_server_behind_a_url_that_ends_is_an_error_of_the_environment(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
+    port = unused_port()
     (tmp_path / "server.py").write_text(f"{SERVER}\nserver.run('streamable-http', port={port})\n")
     process = subprocess.Popen([sys.executable, str(tmp_path / "server.py")], stderr=subprocess.DEVNULL)
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from rollout.storage.files import checksums
 from tests.faultfs import FaultFs, unavailable
-from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, free_port, group_members, result_of
+from tests.ports import unused_port
+from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, group_members, result_of
 from trainer.batch.batch import Batch
 from trainer.documents import DamagedDocument, TrainRequest
 from trainer.job import launch
@@ -75,7 +76,7 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
     node.kill()
 
     # The second phase again, in a job launched for it over two nodes with as many ranks.
-    port = free_port()
+    port = unused_port()
     nodes = [start_node(2, port, 2, 0), start_node(1, port, 2, 1)]
     relaunched = make_request(batch, base=Path(first.staging_dir), rank_weights=(1, 1, 1))
     for node in nodes:
@@ -137,7 +138,7 @@ def test_spool_does_not_grow_with_the_number_of_requests(
 def test_request_that_the_ranks_do_not_share_is_refused_by_all(
     start_node: StartNode, make_request: MakeRequest, batch: Batch
 ) -> None:
-    port = free_port()
+    port = unused_port()
     nodes = [start_node(1, port, 2, 0), start_node(1, port, 2, 1)]
     request = make_request(batch, rank_weights=(1, 1))
     launch.submit(nodes[0].spool, 1, request)
@@ -216,7 +217,7 @@ def test_rank_that_hangs_is_a_lost_peer_of_the_others_in_time(
     hanging_staging: Callable[[], str],
     hangs_in: str,
 ) -> None:
-    port = free_port()
+    port = unused_port()
     nodes = [start_node(1, port, 2, place, collective_timeout_s=PATIENCE_S) for place in range(2)]
     hanging, waiting = nodes
     (group,) = hanging.wait_groups(1)
@@ -260,10 +261,10 @@ def test_progress_is_the_newest_line_that_is_whole(tmp_path: Path) -> None:
 
 
 def test_job_says_who_did_not_come(start_node: StartNode) -> None:
-    node = start_node(1, free_port(), 3, 0, ranks=(0, 2, 5), start_timeout_s=1.0)
+    node = start_node(1, unused_port(), 3, 0, ranks=(0, 2, 5), start_timeout_s=1.0)
     assert node.agent.wait(JOB_TIMEOUT_S) != 0
     assert "rank 2, rank 5 did not come to the training job" in node.output().splitlines()[-1]
-    port = free_port()
+    port = unused_port()
     node = start_node(1, port, 2, 1, start_timeout_s=1.0)
     assert node.agent.wait(JOB_TIMEOUT_S) != 0
     assert f"rank 0 did not open 127.0.0.1:{port} for training" in node.output().splitlines()[-1]

@@ -41,14 +41,11 @@ def test_each_set_has_its_own_score_and_sets_come_and_go_between_two_starts(
     engine = ("--engine-url", engine_url)
     sampled = (*FAST, *engine, "--rl-phase", "rollout", "eval.interval=1", "eval.max_tasks=8")
 
-    def run(*words: str) -> None:
-        cluster.start(0, "--num-nodes", "2", *sampled, *words)
-        cluster.start(1, *engine)
-        assert cluster.wait() == [0, 0], cluster.everything_said()
-
     short = of_set("short", write_tasks(tmp_path / "short.jsonl", 6), reward="length", samples_per_task=3,
                    temperature=1)  # fmt: skip
-    run(*short, "--iterations", "1")
+    cluster.start(0, "--num-nodes", "2", *sampled, *short, "--iterations", "1")
+    cluster.start(1, *engine)
+    assert cluster.wait() == [0, 0], cluster.everything_said()
     assert "8 + 6 short to evaluate every iteration" in cluster.output(0)
 
     manifest, (line,) = cluster.manifest(1, "eval"), cluster.metrics()
@@ -66,7 +63,12 @@ def test_each_set_has_its_own_score_and_sets_come_and_go_between_two_starts(
     own = [sample.reward or 0.0 for slot in range(8) for sample in groups[slot].samples]
     assert line["eval_reward"] == pytest.approx(sum(own) / 8), "named sets leave eval_reward as it is"
 
-    # One more set, and one less; the run goes on.
+    del cluster.nodes[1]  # the run goes on with one node
+
+    def run(*words: str) -> None:
+        assert cluster.run(1, *sampled, *words) == [0], cluster.everything_said()
+
+    # One more set, and one less.
     new = of_set("new", write_tasks(tmp_path / "new.jsonl", 3), reward="length")
     run(*new, "--reset-settings=eval.sets.short", "--iterations", "2")
     assert cluster.metrics()[1]["eval"].keys() == {"new"}

@@ -71,7 +71,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     node = Node(start)
-    prefix.follow(node.position.prefix, partial(_doing, node))
+    prefix.follow(node.position.prefix, node.position.doing)
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
@@ -110,10 +110,6 @@ def _beginning(node: Node, start: Start) -> list[str]:
 def _wait_for_space(node: Node, error: SharedFsError) -> None:
     node.check()
     node.outage.full(error)
-
-
-def _doing(node: Node) -> tuple[object, str]:
-    return node.position.doing("starting the engine" if node.engine.is_starting else "")
 
 
 def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:

@@ -62,7 +62,7 @@ class Node:
 
     def __init__(self, start: Start) -> None:
         self.identity = Identity.from_start(start)
-        self.position = Position(start.run_dir.names)
+        self.position = Position(start.run_dir.names, lambda: self.engine.is_starting)
         run_dir, rank, settings = self.run_dir, self.rank, start.settings
         # ---- this machine
         self.children = Children()

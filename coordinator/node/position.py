@@ -51,9 +51,13 @@ class _Place:
 class Position:
     """The node's place: written by its main thread, read by any."""
 
-    def __init__(self, names: Callable[[Iterable[int]], str] = ranks_text) -> None:
-        """`names`: what a person calls nodes, by rank."""
-        self._names = names
+    def __init__(
+        self, names: Callable[[Iterable[int]], str] = ranks_text, engine_starts: Callable[[], bool] = bool
+    ) -> None:
+        """`names`: what a person calls nodes, by rank. `engine_starts`: whether the node's engine is just
+        starting, in whatever row that is.
+        """
+        self._names, self._engine_starts = names, engine_starts
         self._place = _Place()
         self._last = 0
         """The iteration that the node was in last: between two epochs it is in none."""
@@ -152,18 +156,16 @@ class Position:
         place = self._place
         return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
 
-    def doing(self, work: str = "") -> tuple[object, str]:
+    def doing(self) -> tuple[object, str]:
         """Return what goes on: a value that is equal while it is the same, and a line (`37 of 128 tasks, 40 s
-        so far`). `work`: what the node does now, if that is not what the row is for.
+        so far`).
         """
-        description, waits = self.describe(), self.waiting_for
+        description, waits, work = self.describe(), self.waiting_for, self._work()
         phase, unit = description["phase"], UNITS.get(description["phase"])
         doing, seconds = (
             work or phase or STATES.get(description["state"], description["state"]),
             description["row_s"],
         )
-        if phase == Phase.TRAINING.label and not description["total"]:
-            doing = "starting the trainer"
         if waits:
             doing, seconds = f"waiting for {self._names(waits)}", description["waiting_s"]
         elif description["waits_for"]:
@@ -182,6 +184,13 @@ class Position:
         )  # before, nothing was timed yet
         left = f", about {description['left_s']:.0f} s left" if is_known else ""
         return same, f"{doing}, {seconds:.0f} s so far{left}"
+
+    def _work(self) -> str:
+        """Return what the node does now, if that is not what the row is for."""
+        if self._engine_starts():
+            return "starting the engine"
+        starts = self._place.phase == Phase.TRAINING.label and not self._place.total
+        return "starting the trainer" if starts else ""
 
     def describe(self) -> dict[str, Any]:
         """Return what a heartbeat says of it, with seconds and tokens per second in place of moments.
@@ -209,6 +218,7 @@ class Position:
             "steps": place.steps,
             "waiting_for": place.waiting_for,
             "waits_for": place.lacking,
+            "work": self._work(),
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
             "tokens_per_s": round(tokens / counted_s, 1) if tokens and counted_s else None,

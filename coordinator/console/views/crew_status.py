@@ -1,7 +1,7 @@
 """The state of one crew, from what its nodes show in protocol/; nothing is written."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,17 @@ class Seen:
             "master": nodes[MASTER]["name"],
             "waiting_for": list(map(self.run_dir.machine, awaited)) if state in GOING else [],
             "waits_for": waits_for,
+            "work": self._work(nodes),
             "waiting_s": float(since_s) if state in GOING else 0.0,
             "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
             "num_nodes": len(nodes),
             "nodes": nodes,
         }
+
+    def _work(self, nodes: Sequence[Mapping[str, Any]]) -> str:
+        """Return what nodes do that is not what their row is for: `starting the engine`."""
+        alive = [rank for rank, node in enumerate(nodes) if node["state"] == "alive"]
+        return ", ".join(sorted({self.contents.get(rank, {}).get("work", "") for rank in alive} - {""}))
 
     def _add_complaints(self, nodes: list[dict[str, Any]]) -> None:
         """Add to the nodes that do not take part why they do not come, as far as they have said it."""

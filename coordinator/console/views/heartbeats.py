@@ -41,6 +41,7 @@ class _Content(BaseModel):
     samples_total: Count = 0
     waiting_for: list[Count] = []
     waits_for: str = ""
+    work: str = ""
     row_s: Number = 0.0
     waiting_s: Number = 0.0
     tokens_per_s: Number | None = None

@@ -73,7 +73,9 @@ def _place(crew: Status) -> str:
 
 
 def where(status: Status) -> str:
-    """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`."""
+    """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`, or what its nodes do
+    first: `starting the engine`.
+    """
     total = f" of {status['iterations']}" if status["iterations"] else ""
     text = f"iteration {status['iteration']}{total}"
     if status["waits_for"]:
@@ -84,6 +86,7 @@ def where(status: Status) -> str:
         return text
     master = status["nodes"][MASTER]
     text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S else ""
+    text += f", {status['work']}" if status["work"] else ""
     left_s = status["left_s"]
     return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
 

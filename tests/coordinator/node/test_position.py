@@ -148,10 +148,13 @@ def test_group_that_is_given_up_is_progress_too() -> None:
 def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(position_module, "time", clock)
-    position = Position()
+    starts = [True]
+    position = Position(engine_starts=lambda: starts[0])
     position.move("running", 1, "train_rollout")
     clock.now_s = 112.0
-    starting = position.doing("starting the engine")
+    starting = position.doing()
+    assert position.describe()["work"] == "starting the engine"
+    starts[0] = False
     assert starting[1] == "starting the engine, 12 s so far"
     position.reach(0, 128, 0)
     clock.now_s = 120.0

@@ -353,6 +353,14 @@ def test_what_a_node_says_of_its_speed_and_its_gpus_is_shown(run_dir: RunDir) ->
     assert "1,234" in text and "2 x 61/80 GiB 97 %" in text
 
 
+def test_nodes_that_start_an_engine_say_so(run_dir: RunDir) -> None:
+    running(run_dir, row_s=12.0)
+    beat(run_dir, 1, counter=6, work="starting the engine")
+    beat(run_dir, 2, counter=6, work="starting the engine")
+    text = render(Run(run_dir.root).status(), run_dir.root)
+    assert "iteration 5 of 8, train_rollout for 12 s, starting the engine\n" in text
+
+
 def test_time_left_is_the_slowest_nodes_in_the_masters_row(run_dir: RunDir) -> None:
     running(run_dir, left_s=3.0)
     beat(run_dir, 1, counter=6, left_s=40.0)
@@ -542,7 +550,7 @@ def test_heartbeat_that_is_no_object_says_nothing(run_dir: RunDir, content: str)
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_odd_values_in_a_heartbeat_do_not_fail_the_status(run_dir: RunDir, odd: Any) -> None:
     names = ["host", "pid", "pid_space", "state", "iteration", "phase", "done", "total", "waiting_for"]
-    names += ["row_s", "waiting_s", "tokens_per_s", "left_s", "gpu_count", "gpus", "silent_s"]
+    names += ["work", "row_s", "waiting_s", "tokens_per_s", "left_s", "gpu_count", "gpus", "silent_s"]
     running(run_dir)
     run_dir.metrics.write_text(
         json.dumps({"iteration": 4, "kind": "both", "reward": odd, "eval_reward": odd})

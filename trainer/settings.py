@@ -130,6 +130,8 @@ class TrainerSettings(Settings):
     activation_checkpointing: bool = True
     """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
     sharded."""
+    compile: bool = False
+    """Compile the layers with torch.compile: after some seconds at the first steps they compute faster."""
     cpu_offload: bool = False
     """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()

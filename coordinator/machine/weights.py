@@ -61,6 +61,7 @@ class Loader:
         """Which start of a server was asked what it can prove, and whether it can prove its weights."""
         self._unproved: list[str] = []
         self._proof_s = 0.0
+        self._differs: float | None = None
 
     def name_of(self, policy: Policy) -> str | None:
         """Return the name that requests give for `policy` if it is an adapter; None: the model's own name."""
@@ -77,7 +78,7 @@ class Loader:
 
         `tolerance`: how far the mean logprob of a probe may differ; None: as the number types let expect.
         """
-        began_s, self._proof_s = time.monotonic(), 0.0
+        began_s, self._proof_s, self._differs = time.monotonic(), 0.0, None
         fresh = self._meet(server)
         if server.admin.policy() != policy.digest:
             self._reload(server.admin, policy)
@@ -99,7 +100,13 @@ class Loader:
                 raise EngineError(wrong)
         self._proved, self.served = (policy.digest, server.start), policy
         seconds = round(time.monotonic() - began_s, 3)
-        self._say("reload", policy=policy.iteration, seconds=seconds, proof_s=round(self._proof_s, 3))
+        self._say(
+            "reload",
+            policy=policy.iteration,
+            seconds=seconds,
+            proof_s=round(self._proof_s, 3),
+            probe_differs=self._differs,
+        )
 
     def _meet(self, server: Running) -> bool:
         """Find out what a server can prove, before anything is loaded into it. Return whether it has just
@@ -190,6 +197,7 @@ class Loader:
         for replica in range(server.replicas):
             actual = server.admin.prompt_logprobs(probe["token_ids"], replica, model=self.name_of(policy))
             mean = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / len(expected)
+            self._differs = max(mean, self._differs or 0.0)
             if mean <= limit:  # nan is not
                 continue
             wrong = (

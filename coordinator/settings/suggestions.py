@@ -18,6 +18,8 @@ ALIASES = {
     "per_device_train_batch_size": "trainer.max_tokens_per_microbatch",
     "micro_batch_size": "trainer.max_tokens_per_microbatch",
     "gradient_checkpointing": "trainer.activation_checkpointing",
+    "use_torch_compile": "trainer.compile",
+    "torch_compile": "trainer.compile",
     "epsilon": "trainer.clip_low",
     "epsilon_high": "trainer.clip_high",
     "clip_range": "trainer.clip_low",

@@ -24,6 +24,9 @@ PEAKS = {
 """By a word in a GPU's name: FLOP/s in bfloat16 without sparsity, and bytes/s of its memory (data sheets)."""
 REACHED = 0.4
 """The part of the peak that a training is assumed to reach."""
+REACHED_BY_1B = 0.17
+"""The part that it is assumed to reach on a GPU with 1e9 parameters; it grows with their square root up to
+REACHED. Measured on an H200: 0.13 with 0.6e9, 0.32 with 4e9 (scripts/gpu_hour.sh)."""
 CPU_GENERATES = 0.25
 """The part of its speed with large matrices at which a CPU is assumed to generate; it trains at REACHED."""
 ROOM = 0.9
@@ -100,7 +103,9 @@ def time_text(
     flops, bytes_per_s = (min(values) for values in zip(*peaks, strict=True))
     rounds = max(1.0, samples / ((rollout.concurrency or IN_FLIGHT) * count))
     rollout_s = rollout.max_tokens * rounds * HALF_BYTES * parameters / bytes_per_s
-    return _time_text(settings, rollout_s, _train_s(active or parameters, settings, flops * count))
+    computing = active or parameters
+    reached = min(REACHED, REACHED_BY_1B * (computing / 1e9) ** 0.5)
+    return _time_text(settings, rollout_s, _train_s(computing, settings, reached * flops * count))
 
 
 def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) -> str:
@@ -113,7 +118,7 @@ def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) 
     is_exact = engine_kind(settings.engine, 0).dtype == ("engine.dtype", "float64")
     faster = f" ({_duration(rollout_s)} with engine.dtype=float32)" if is_exact else ""
     rollout_s *= 2 if is_exact else 1
-    return _time_text(settings, rollout_s, _train_s(active, settings, flops * count), faster)
+    return _time_text(settings, rollout_s, _train_s(active, settings, REACHED * flops * count), faster)
 
 
 def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
@@ -146,7 +151,7 @@ def _samples(settings: RunSettings) -> int:
 
 def _train_s(active: int, settings: RunSettings, flops: float) -> float:
     trained = settings.trainer.passes * _samples(settings)
-    return 8 * active * trained * settings.rollout.max_tokens / (REACHED * flops)
+    return 8 * active * trained * settings.rollout.max_tokens / flops
 
 
 def _time_text(settings: RunSettings, rollout_s: float, train_s: float, faster: str = "") -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +30,23 @@ TINY = "10m"
 """The shape that a CPU trains."""
 LENGTH, SEQUENCES, REPEATS = 1024, 16, 3
 """Of a training: tokens of a sequence, sequences, and how often they are trained on after the first time."""
+RUN = {
+    "tasks": "builtin:arithmetic",
+    "rollout.reward": "luck:luck",
+    "rollout.tasks_per_iteration": 32,
+    "rollout.samples_per_task": 8,
+    "rollout.max_tokens": 256,
+}
+"""Of whole iterations."""
+LUCK = "import random\n\n\ndef luck(task, completion):\n    return random.random()\n"
+MEASURED = (
+    "seconds",
+    "tokens_per_s",
+    "train_tokens_per_s",
+    "checkpoint_seconds",
+    "kl_engine",
+    "mismatch_max",
+)
 ROOM = 0.9
 """The part of the GPU that an announced training may take, as at the start of a run."""
 GB = 1e-9
@@ -159,6 +177,54 @@ def save(learner: Any, directory: Path) -> None:
     report(checkpoint_gb=round(size * GB, 2), checkpoint_s=round(time.perf_counter() - began_s, 2))
 
 
+def iterations(on_gpu: bool, shape: str = TINY, model: str = "", **settings: Any) -> None:
+    """Run whole iterations of one node, with vLLM where it is; report each phase's median seconds after the
+    first iteration, tokens/s, and how far the engine's logprobs are from the trainer's.
+
+    `model`: a directory in place of random weights of the shape. Rewards are drawn by chance.
+    """
+    chosen = {"iterations": 4, "eval.interval": 0, "trainer.warmup_steps": 0, **RUN, **settings}
+    chosen |= {} if on_gpu else {"rollout.tasks_per_iteration": 4, "rollout.max_tokens": 16}
+    with TemporaryDirectory() as made:
+        (Path(made) / "luck.py").write_text(LUCK)
+        directory = Path(model) if model else make_model(shape, Path(made) / "model", "cpu")
+        run, env = Path(made) / "run", dict(os.environ)
+        env["PYTHONPATH"] = f"{Path(__file__).parent / 'older_torch'}:{env['PYTHONPATH']}"
+        argv = [sys.executable, "-m", "coordinator.cli", "--model", str(directory), "--log-path", str(run)]
+        ended = subprocess.run(
+            [*argv, *(f"{name}={value}" for name, value in chosen.items())],
+            env=env,
+            cwd=made,
+            stdout=sys.stderr,
+            check=False,
+        )
+        if ended.returncode:
+            for log in sorted(run.glob("logs/*/*.log")):
+                print(f"--- {log.name}", log.read_text(errors="replace")[-6000:], sep="\n", file=sys.stderr)
+            raise SystemExit(f"the run ended with {ended.returncode}")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        told = (run / "events" / "rank_0000.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in told if line]
+
+    def median(values: list[float]) -> float:
+        return round(statistics.median(values), 4)
+
+    report(
+        first_s=lines[0]["seconds"],
+        **{name: median([line[name] for line in lines[1:]]) for name in MEASURED},
+        **{
+            f"{phase}_s": median([line["phase_seconds"][phase] for line in lines[1:]])
+            for phase in lines[-1]["phase_seconds"]
+        },
+    )
+    loaded = [event for event in events if event["what"] == "reload" and event["policy"]]
+    report(
+        load_s=median([event["seconds"] for event in loaded]),
+        proof_s=median([event["proof_s"] for event in loaded]),
+        probe_differs=max(event["probe_differs"] for event in loaded),
+    )
+
+
 def rehearsal(on_gpu: bool) -> None:
     """Report the peak of the training `replicated` on a GPU that is not there, to the byte."""
     from trainer.settings import TrainerSettings
@@ -200,6 +266,7 @@ STEPS: dict[str, Step] = {  # what runs, with what, for how many seconds at most
     "sharded": (training, {"shape": "0.6b", "layout": "sharded", "saves": True}, 90),
     "lora": (training, {"shape": "1.7b", "lora": {"rank": 16}}, 90),
     "largest": (training, {"layout": "sharded"}, 120),
+    "iterations": (iterations, {"shape": "0.6b"}, 150),
     "rehearsal": (rehearsal, {}, 60),
     "tests": (tests, {}, 240),
 }
@@ -308,7 +375,7 @@ def main() -> None:
     if options.step:
         import_module("scripts.bench.torch_bridge")
         function, arguments, _ = STEPS[options.step]
-        on_cpu = {"shape": TINY} if device == "cpu" and function is training else {}
+        on_cpu = {"shape": TINY} if device == "cpu" and function in (training, iterations) else {}
         function(device == "cuda", **arguments | on_cpu)
         return
     ends_s, results = time.monotonic() + options.seconds, dict[str, dict[str, Any]]()

@@ -1,6 +1,6 @@
 """Give torch 2.11 what Flagpost needs of a newer torch, as far as one GPU needs it. Import it first.
 
-torchrun's --shutdown-timeout is left out: training jobs over processes need the torch of pyproject.toml.
+For training jobs over processes there is older_torch/sitecustomize.py besides.
 """
 
 import inspect

@@ -26,13 +26,15 @@ def measure(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 def test_steps_report_their_figures(tmp_path: Path) -> None:
-    code, steps = measure(tmp_path, "--seconds", "800", "--steps", "machine", "kernels", "sharded", "lora")
+    names = ("machine", "kernels", "sharded", "iterations")
+    code, steps = measure(tmp_path, "--seconds", "800", "--steps", *names)
     assert code == 0, steps
     assert steps["machine"]["matrix_tflop_s"] >= 0 and steps["kernels"]["split"].startswith("works")
-    for name in ("sharded", "lora"):
-        assert steps[name]["tokens_per_s"] > 0 and steps[name]["to_device_then_s"] >= 0
+    assert steps["sharded"]["tokens_per_s"] > 0 and steps["sharded"]["to_device_then_s"] >= 0
     assert steps["sharded"]["checkpoint_gb"] > 0.1
-    assert "| lora |" in (tmp_path / "gpu_hour.md").read_text()
+    assert steps["iterations"]["load_s"] >= steps["iterations"]["proof_s"] > 0
+    assert 0 <= steps["iterations"]["probe_differs"] < 1e-4 and steps["iterations"]["training_s"] > 0
+    assert "| iterations |" in (tmp_path / "gpu_hour.md").read_text()
 
 
 def test_step_that_hangs_or_fails_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def build_scorer(
     if not layout.sharded:
         model = _with_adapters(load_model(directory, dtype), base_dir, settings)
         _round_frozen(model, settings, on_gpu)  # before it takes twice the bytes of the GPU
+        _compile(model, settings)
         scorer = Scorer(model.to(device), device, rounding)
         if on_gpu and settings.activation_checkpointing:
             parallel.checkpoint_layers(parallel.decoder_layers(model))
@@ -54,6 +55,7 @@ def build_scorer(
     held = slices.held_tensors(blank)
     model, adapters = _with_blank_adapters(blank, base_dir, settings)
     _round_frozen(model, settings, on_gpu)
+    _compile(model, settings)
     scorer = Scorer(model, device, rounding, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
@@ -64,6 +66,15 @@ def build_scorer(
             if name in adapters:
                 slices.copy_part(parameter, adapters[name])
     return scorer
+
+
+def _compile(model: Any, settings: TrainerSettings) -> None:
+    """Have the layers computed by compiled code, which is made at their first use: the same for all layers
+    that are alike, and for rows of any size.
+    """
+    if settings.compile:
+        for layer in parallel.decoder_layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any:

@@ -218,4 +218,4 @@ def test_reload_event_says_how_long_the_proof_took(tmp_path: Path) -> None:
     loader = Loader(lambda *_args, **facts: said.append(facts))
     load(loader, running(FakeAdmin(), proves=True), policy(tmp_path, 1))
     (event,) = said
-    assert 0 <= event["proof_s"] <= event["seconds"]
+    assert 0 <= event["proof_s"] <= event["seconds"] and event["probe_differs"] == 0

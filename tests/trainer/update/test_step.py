@@ -1,6 +1,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,28 @@ def test_update_does_not_depend_on_the_microbatches(
         torch.testing.assert_close(other[0], results[0][0], rtol=0, atol=1e-5)
         assert other[1] == pytest.approx(results[0][1], abs=1e-5)
         assert other[2] == pytest.approx(results[0][2], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:::torch")  # of its compiler, which says them when it looks at weights
+def test_compiled_layers_train_as_others(
+    base_dir: Path, batch: Batch, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters  # slow to import
+
+    # All but making the code, for which a compiler of C++ takes minutes on a busy machine.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    results: list[tuple[torch.Tensor, list[StepStats]]] = []
+    for compiled in (False, True):
+        counters.clear()
+        more = {"compile": compiled, "save_dtype": "bfloat16", "warmup_steps": 0}
+        chosen = settings.model_copy(update=more)
+        learner = build_learner(base_dir, CPU, chosen)
+        stats = run(learner, batch, chosen)
+        results.append((parameters(learner), stats))
+        assert (counters["stats"]["unique_graphs"] > 0) == compiled
+    torch._dynamo.reset()  # for the tests behind it
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-4)
+    assert [s.loss for s in results[1][1]] == pytest.approx([s.loss for s in results[0][1]], abs=1e-3)
 
 
 def test_later_steps_compare_with_the_policy_before_the_first_update(

@@ -1,0 +1,13 @@
+"""What Python runs at its start where this directory is on PYTHONPATH: training jobs work with torch 2.11."""
+
+import sys
+from importlib import import_module
+
+TIMEOUT = "--shutdown-timeout"
+"""An argument of torchrun's that torch 2.11 does not know."""
+
+if TIMEOUT in sys.argv:
+    at = sys.argv.index(TIMEOUT)
+    del sys.argv[at : at + 2]
+if "--spool" in sys.argv and "--log-dir" not in sys.argv:  # a rank, not the agent
+    import_module("scripts.bench.torch_bridge")

@@ -85,7 +85,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def parse_value(value: str) -> Any:
-    """Parse a value that a person typed: JSON where it parses as such, `2,1,1` as a list, else the string."""
+    """Parse a value that a person typed: JSON where it parses as such, `2,1,1` as a list, Python's True and
+    False, else the string.
+    """
+    value = {"True": "true", "False": "false"}.get(value, value)
     for text in (value, f"[{value}]"):
         try:
             return json.loads(text)

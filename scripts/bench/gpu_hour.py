@@ -264,6 +264,7 @@ STEPS: dict[str, Step] = {  # what runs, with what, for how many seconds at most
     "kernels": (kernels, {}, 90),
     "replicated": (training, {"shape": "0.6b", "layout": "replicated", "saves": True}, 90),
     "sharded": (training, {"shape": "0.6b", "layout": "sharded", "saves": True}, 90),
+    "compiled": (training, {"shape": "0.6b", "layout": "replicated", "compile": True}, 90),
     "lora": (training, {"shape": "1.7b", "lora": {"rank": 16}}, 90),
     "largest": (training, {"layout": "sharded"}, 120),
     "iterations": (iterations, {"shape": "0.6b"}, 150),

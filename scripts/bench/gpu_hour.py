@@ -39,6 +39,7 @@ RUN = {
 }
 """Of whole iterations."""
 LUCK = "import random\n\n\ndef luck(task, completion):\n    return random.random()\n"
+"""The module of a reward that is drawn by chance: a model of random weights earns no other."""
 MEASURED = (
     "seconds",
     "tokens_per_s",
@@ -47,6 +48,7 @@ MEASURED = (
     "kl_engine",
     "mismatch_max",
 )
+"""Of metrics.jsonl."""
 ROOM = 0.9
 """The part of the GPU that an announced training may take, as at the start of a run."""
 GB = 1e-9
@@ -328,7 +330,12 @@ def run_step(name: str, device: str, limit_s: float, logs: Path) -> dict[str, An
     argv = [sys.executable, __file__, "--step", name, "--device", device]
     env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # other processes may want the cores too
     env["PYTHONPATH"] = f"{REPOSITORY}:{env.get('PYTHONPATH', '')}"
-    with out.open("wb") as stdout, log.open("wb") as stderr:
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as made,  # a step that is killed removes nothing
+        out.open("wb") as stdout,
+        log.open("wb") as stderr,
+    ):
+        env["TMPDIR"] = made
         child = subprocess.Popen(
             argv, cwd=REPOSITORY, env=env, stdout=stdout, stderr=stderr, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""What Python runs at its start where this directory is on PYTHONPATH: training jobs work with torch 2.11."""
+"""Let training jobs work with torch 2.11: Python runs this at its start, with its directory on PYTHONPATH."""
 
 import sys
 from importlib import import_module

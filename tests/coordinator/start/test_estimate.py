@@ -85,6 +85,12 @@ def test_time_is_for_samples_of_full_length() -> None:
     assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
 
 
+def test_small_model_reaches_less_of_the_peak_on_a_gpu() -> None:
+    settings = build({"model": "any/model", "rollout.tasks_per_iteration": 64, "rollout.max_tokens": 1000})
+    # 8 x 1e9 x 512,000 FLOP at 17 % of 989e12
+    assert " trains for 24 s " in time_text(int(1e9), settings, 1, ["NVIDIA H200"])
+
+
 def test_training_computes_with_the_experts_that_a_token_goes_to() -> None:
     settings = build({"model": "any/model"})
     times = [time_text(int(30e9), settings, 1, ["NVIDIA H100"], active=n) for n in (None, int(3e9))]

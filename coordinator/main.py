@@ -142,25 +142,31 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             node.trainer.leave_epoch()
         except Fenced:
             away = True
-        except (SharedFsError, FileNotFoundError) as error:  # the latter: nothing is mounted there
-            returns[node.position.iteration] += 1
-            passes = is_away(error) and error.errno not in FULL  # which was waited for
-            passes &= isinstance(error, SharedFsError) or _is_below(error.filename, node.run_dir.root)
-            if not passes or returns[node.position.iteration] > MAX_RETURNS:
-                raise
-            log.error("%s", error)
-            away = True
         except NodeLost as error:
             lost = error
-        except Incomplete as error:
-            returns[node.position.iteration] += 1
-            if (
-                not node.is_master
-                or node.position.iteration == 0
-                or returns[node.position.iteration] > MAX_RETURNS
-            ):
+        except RowEnded:
+            raise
+        except Exception as error:
+            iteration = node.position.iteration
+            returns[iteration] += 1
+            if returns[iteration] > MAX_RETURNS:
                 raise
-            log.warning("%s; going back in a new epoch", error)
+            if _passes(node, error):
+                log.error("%s", error, exc_info=not isinstance(error, (*EXPECTED, FileNotFoundError)))
+                away = True
+            elif isinstance(error, Incomplete) and node.is_master and iteration != 0:
+                log.warning("%s; going back in a new epoch", error)
+            else:
+                raise
+
+
+def _passes(node: Node, error: Exception) -> bool:
+    """Return whether the error may be gone when the shared directory is back."""
+    if isinstance(error, SharedFsError):
+        return is_away(error) and error.errno not in FULL  # which was waited for
+    if isinstance(error, FileNotFoundError) and _is_below(error.filename, node.run_dir.root):
+        return True  # nothing is mounted there
+    return node.outage.is_cut_off()
 
 
 def _is_below(filename: object, root: Path) -> bool:

@@ -53,15 +53,24 @@ class Outage:
         elif now_s - self._missed_s > RETRY_S:
             raise Ended(Exit.FAILED, f"{gone}. {self._messages.repair()}")
 
+    def is_cut_off(self) -> bool:
+        """Return whether the directory does not take this node's beats just now, or is not mounted as it was:
+        then any error may come of that, a missing file by whatever name its reader gives it.
+        """
+        return self._watch.away is not None or not self._is_mounted()
+
     def gone(self) -> str:
         """Return what is said if the run directory's mount is as before, and does not list the run; else
         nothing. A mount that is gone itself may come back, so it is waited for.
         """
-        if find_mount(self._resolved) != self._mount or is_listed(self._identity.run_dir.run_json):
+        if not self._is_mounted() or is_listed(self._identity.run_dir.run_json):
             return ""
         there = f"{self._mount.point} is mounted as before, and has no run there"
         cure = "Move it back, or give its new place as --log-path"
         return f"{self._identity.root} was moved or removed: {there}. {cure}"
+
+    def _is_mounted(self) -> bool:
+        return find_mount(self._resolved) == self._mount
 
     def full(self, error: SharedFsError) -> None:
         """Hear that this node waits for free space, as it does again and again. Raises Ended when it has done

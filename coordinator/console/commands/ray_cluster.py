@@ -39,11 +39,18 @@ def connect(address: str) -> Any:
         if not ray.is_initialized():
             ray.init(real, namespace="flagpost", log_to_driver=False, logging_level="CRITICAL")
     except (OSError, ValueError, RuntimeError, SystemExit) as error:  # the last: Ray gives up
-        error_text = " ".join(str(error).split())[:SAID_CHARACTERS] or "no answer"
+        error_text = _cause(str(error)) or "no answer"
         raise SettingsError(
             f"--ray {address}: {error_text}; start a cluster (ray start --head), or name one: HOST:PORT"
         ) from None
     return ray
+
+
+def _cause(error_text: str) -> str:
+    """Return what Ray says, in one line; of a traceback of its server the last line."""
+    begin, traceback, rest = error_text.partition("Traceback (most recent call last)")
+    last = rest.strip().splitlines()[-1] if traceback else ""
+    return " ".join(f"{begin} {last}".split())[:SAID_CHARACTERS]
 
 
 def refuse_deaf(address: str) -> None:

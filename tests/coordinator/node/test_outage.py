@@ -32,7 +32,9 @@ def seen() -> list[str]:
 
 @pytest.fixture
 def make(tmp_path: Path, seen: list[str]) -> Make:
-    def made(*, is_master: bool = False, back: bool = True, was_seen: bool = True) -> Outage:
+    def made(
+        *, is_master: bool = False, back: bool = True, was_seen: bool = True, away: str | None = None
+    ) -> Outage:
         cluster = SimpleNamespace(rejoin_timeout_s=0.3, beat_interval_s=0.02, poll_max_s=0.01)
         answers = threading.Event()
         if back:
@@ -42,7 +44,7 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
         )
         heart = SimpleNamespace(was_seen=was_seen, renew=lambda: not seen.append("a new incarnation"))
         watch: Any = SimpleNamespace(
-            fence=fence, heart=heart, away=None, leave=lambda: seen.append("has left")
+            fence=fence, heart=heart, away=away, leave=lambda: seen.append("has left")
         )
         identity: Any = SimpleNamespace(
             root=tmp_path,
@@ -75,6 +77,18 @@ def test_master_that_sees_no_beat_of_its_own_says_that_no_node_could_see_another
     with pytest.raises(Ended, match=r"has shown none of them .* run doctor") as ended:
         make(is_master=True, back=False, was_seen=False).wait_out()
     assert ended.value.code == Exit.FAILED
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+@pytest.mark.parametrize("away", [None, "cannot write the beat"])
+def test_node_is_cut_off_without_its_mount_or_its_beat(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_mounted: bool, away: str | None
+) -> None:
+    monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("nfs4", "server:/export", "/mnt"))
+    node = make(away=away)
+    if not is_mounted:
+        monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
+    assert node.is_cut_off() is not (is_mounted and away is None)
 
 
 @pytest.mark.parametrize("is_mounted", [True, False])

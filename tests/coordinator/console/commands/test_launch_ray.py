@@ -91,6 +91,22 @@ def test_bad_words_are_refused_in_one_line(words: list[str], expected: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_of_a_traceback_of_its_server_the_cause_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = 'File "proxier.py", line 765, in Datapath\n' * 20
+    cause = "RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err"
+
+    def init(*_args: object, **_kwargs: object) -> None:
+        text = f"Initialization failure from server:\nTraceback (most recent call last):\n{frames}{cause}\n"
+        raise ConnectionAbortedError(text)
+
+    server = SimpleNamespace(init=init, is_initialized=lambda: False)
+    monkeypatch.setattr(ray_cluster, "import_module", lambda _name: server)
+    with pytest.raises(SettingsError) as refused:
+        ray_cluster.connect("ray://head")
+    said = f"--ray ray://head: Initialization failure from server: {cause}; start a cluster"
+    assert str(refused.value).startswith(said)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SettingsError, match=r"flagpost\[ray\]"):

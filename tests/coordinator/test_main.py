@@ -1,0 +1,50 @@
+"""The life of a node from epoch to epoch: which errors it comes back from."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator import main
+from rollout.engines.model_dir import WeightsError
+
+NO_MODEL = WeightsError("/mnt/run/checkpoints/iteration_000002: is no directory")
+
+
+def node_of(cut_off: list[bool], seen: list[str]) -> Any:
+    """A node whose directory is away at its n-th error if `cut_off` says so."""
+    return SimpleNamespace(
+        is_master=False,
+        position=SimpleNamespace(iteration=2),
+        outage=SimpleNamespace(is_cut_off=lambda: cut_off.pop(0)),
+        row_endings=SimpleNamespace(settle=lambda: None),
+        come_back=lambda: seen.append("came back"),
+    )
+
+
+def failing(times: int, seen: list[str]) -> Callable[..., None]:
+    def run_epoch(*_args: object) -> None:
+        seen.append("epoch")
+        if seen.count("epoch") <= times:
+            raise NO_MODEL
+
+    return run_epoch
+
+
+def test_any_error_while_the_directory_is_away_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(main, "_run_epoch", failing(1, seen))
+    main._run_epochs(node_of([True], seen), lambda _node: None)
+    assert seen == ["epoch", "came back", "epoch"]
+
+
+@pytest.mark.parametrize(("cut_off", "epochs"), [([False], 1), ([True, False], 2), ([True] * 9, 4)])
+def test_error_that_is_there_with_the_directory_as_well_ends_the_node(
+    monkeypatch: pytest.MonkeyPatch, cut_off: list[bool], epochs: int
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(main, "_run_epoch", failing(9, seen))
+    with pytest.raises(WeightsError):
+        main._run_epochs(node_of(cut_off, seen), lambda _node: None)
+    assert seen.count("epoch") == epochs

@@ -1,7 +1,8 @@
 """Save and restore the trainer state, which continues training exactly, in a directory that any layout loads.
 
 state.json                          SavedState; written last, so its presence says that all of it is here
-state-00001-of-00003.safetensors    one file for each rank that had something to write
+state-00001-of-00003.safetensors    of each rank that had something to write, in files of about FILE_BYTES:
+                                    -1.safetensors, -2.safetensors ... if it has more
 
 The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, once a step was taken, and
 the weights in float32, `master.<parameter>`. The files have the format of torch.distributed.checkpoint's
@@ -45,6 +46,9 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE_BYTES = 1 << 26
 """Rank 0 alone writes the whole tensors of a replicated model if they are smaller than this in all."""
+
+FILE_BYTES = 1 << 31
+"""A rank's larger state is written as several files, at the same time."""
 
 
 class CheckpointError(RuntimeError):
@@ -119,14 +123,18 @@ def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
 
 
 def write_pieces(held: dict[str, Piece], writer: Writer, below: str = "") -> None:
-    """Write this rank's pieces to its file, whose name begins with `below`; no file if there is nothing."""
-    if not held:
-        return
+    """Write this rank's pieces to its files, whose names begin with `below`; none if there is nothing."""
     rank, world = rank_and_world()
-    offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in held.items()}
-    values = {name: piece.values for name, piece in held.items()}
-    content = tensor_file(values, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
-    writer.add(f"{below}state-{rank + 1:05d}-of-{world:05d}.safetensors", content)
+    sizes = {name: piece.values.nbytes for name, piece in held.items()}
+    count = -(-sum(sizes.values()) // FILE_BYTES)
+    file_of = spread(sizes, max(count, 1))
+    for number in sorted(set(file_of.values())):
+        mine = {name: piece for name, piece in held.items() if file_of[name] == number}
+        offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in mine.items()}
+        values = {name: piece.values for name, piece in mine.items()}
+        content = tensor_file(values, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+        part = f"-{number + 1}" if count > 1 else ""
+        writer.add(f"{below}state-{rank + 1:05d}-of-{world:05d}{part}.safetensors", content)
 
 
 class StateSaver:

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,24 @@ def test_file_is_hashed_while_it_is_written_and_never_read(
     facts = write(tmp_path / "a", lambda sink: (sink.write(b"whole "), sink.write(b"file")), moved.append)
     assert facts == files.facts_of(b"whole file") and (tmp_path / "a").read_bytes() == b"whole file"
     assert opened == [os.O_WRONLY] and moved == [4, 2, 4]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_system_begins_to_write_a_large_file_before_its_end_if_it_will_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    begun: list[tuple[int, int, int]] = []
+
+    def note(descriptor: int, begin: Any, size: Any, _how: int) -> int:
+        begun.append((os.fstat(descriptor).st_size, begin.value, size.value))
+        return -1  # an error: that of fsync decides
+
+    monkeypatch.setattr(writer, "_sync_file_range", note)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(writer, "WRITEBACK_BYTES", 8)
+    facts = write(tmp_path / "a", b"0123456789" * 2, durable=durable)
+    assert facts == files.facts_of(b"0123456789" * 2)
+    assert begun == ([(8, 0, 8), (16, 8, 8)] if durable else [])
 
 
 def test_copy_is_the_same_file(tmp_path: Path) -> None:

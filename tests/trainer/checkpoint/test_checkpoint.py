@@ -22,7 +22,7 @@ from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
 from trainer import progress
 from trainer.batch.batch import Batch, build_batch
-from trainer.checkpoint import checkpoint, hub_weights, outputs
+from trainer.checkpoint import checkpoint, hub_weights, outputs, state
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver, read_document
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
@@ -169,6 +169,21 @@ def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
     for name, parameter in weights(uninterrupted).items():
         torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
     assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
+
+
+def test_large_state_is_several_files_which_are_read_as_one(
+    batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "FILE_BYTES", 1 << 20)
+    request = make_request(batch)
+    result = run_phase(learner := load_base(request), batch, request)
+    names = [name for name in result.files if name.endswith(".safetensors") and "/" in name]
+    assert names == [f"trainer_state/state-00001-of-00001-{k}.safetensors" for k in range(1, len(names) + 1)]
+    assert len(names) > 3 and max(result.files[name]["bytes"] for name in names) < 1.5 * (1 << 20)
+    again = checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
+    moments = [mine.optimizer.state_dict()["state"] for mine in (learner, again)]
+    torch.testing.assert_close(*moments, rtol=0, atol=0)
+    torch.testing.assert_close(weights(again), weights(learner), rtol=0, atol=0)
 
 
 def test_without_trainer_state_the_optimizer_starts_afresh(

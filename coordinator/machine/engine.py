@@ -29,6 +29,8 @@ USERS_PATIENCE_S = 10.0
 """How long a server that the user runs may be away."""
 STOP_S = 10.0
 """How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
+REFUSES_WORDS = 2
+"""The exit status of a program that does not take its command line."""
 
 
 class _Over(Exception):
@@ -75,13 +77,13 @@ class EngineHost:
         """Have a server that answers with `policy`; EngineError if that cannot be had. `check` may raise.
 
         `adapters`: if policies of the run may be adapters, and then in every call. A server of this node that
-        fails is started once more: its files, or its port, may be there then.
+        fails is started once more: its files, or its port, may be there then; not one that refuses its words.
         """
         self._loader.adapters = adapters
         try:
             self._have(policy, settings, check)
         except EngineError as error:
-            if self._child is None:
+            if self._child is None or self._child.poll() == REFUSES_WORDS:
                 raise
             log.error("%s\nstarting it once more", error)
             self._child.stop(STOP_S)

@@ -163,6 +163,14 @@ def test_engine_that_computes_something_else_is_loaded_again_then_started_again_
     assert engines_started(tmp_path) == 2
 
 
+def test_engine_that_refuses_an_argument_is_not_started_again(
+    host: EngineHost, policy: Policy, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="argument --dtype: invalid choice"):
+        host.ensure(policy, SETTINGS.model_copy(update={"dtype": "int4"}), fine)
+    assert engines_started(tmp_path) == 1
+
+
 def test_the_users_server_that_computes_something_else_is_left_running(
     host: EngineHost, policy: Policy, engine_url: str, tmp_path: Path
 ) -> None:

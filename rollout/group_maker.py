@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rollout.blocking import end
@@ -35,6 +36,9 @@ class Recipe:
     environment: Environment
     reward: Reward
     sampling: Sampling
+    context: int | None = None
+    vocabulary: int | None = None
+    """How many positions and tokens the model has at most, where no engine looks at that."""
 
 
 @dataclass
@@ -112,9 +116,14 @@ class GroupMaker:
         """Return the group of the samples that are fit and that have got a reward."""
         for sample in generated:
             sample.finish_reason = finish_reason(sample.finish_reason)
-        demonstrated = demonstrates(self.recipe.environment)
-        may_go_on = self.segment is not None
-        faults = [unfit(sample, demonstrated=demonstrated, unfinished=may_go_on) for sample in generated]
+        look = partial(
+            unfit,
+            demonstrated=demonstrates(self.recipe.environment),
+            unfinished=self.segment is not None,
+            context=self.recipe.context,
+            vocabulary=self.recipe.vocabulary,
+        )
+        faults = [look(sample) for sample in generated]
         samples = [sample for sample, fault in zip(generated, faults, strict=True) if fault is None]
         slot.leave_prompt_out(samples, self.recipe.sampling.stop)
         group = Group(slot.number, slot.task_id, slot.prompt, samples)

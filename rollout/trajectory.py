@@ -111,10 +111,17 @@ def largest(name: str) -> float:
     return 1e15 if name == "reward" else 1e30
 
 
-def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> str | None:
+def unfit(
+    sample: Sample,
+    *,
+    demonstrated: bool,
+    unfinished: bool = False,
+    context: int | None = None,
+    vocabulary: int | None = None,
+) -> str | None:
     """Return why the sample can be neither trained nor stored; None if it can, and then its arrays are arrays
     and its numbers floats. `demonstrated`: the logprobs of trained tokens may be NaN. `unfinished`: another
-    iteration may go on with it.
+    iteration may go on with it. `context`, `vocabulary`: how many positions and tokens the model has at most.
     """
     if sample.fault is not None:
         return sample.fault
@@ -131,6 +138,10 @@ def unfit(sample: Sample, *, demonstrated: bool, unfinished: bool = False) -> st
         return f"its token_ids, loss_mask and logprobs have the shapes {sorted(shapes)}"
     if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):
         return f"its token_ids are no token ids: {ids.dtype} from {ids.min()} to {ids.max()}"
+    if context is not None and ids.size > context:
+        return f"it has {ids.size} tokens, and beyond {context} the model has no positions"
+    if ids.size and vocabulary is not None and ids.max() >= vocabulary:
+        return f"it has the token {ids.max()}, and the model knows {vocabulary}"
     if not ((mask == 0) | (mask == 1)).all():  # np.isin takes ten times as long
         return "its loss_mask has values other than 0 and 1"
     if mask.size and mask[0]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coordinator.collector.order import Order, RecipeNames
 from coordinator.directory.layout import RunDir
@@ -13,7 +12,7 @@ from rollout.collect import Collector
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.engines.marks import read_marks
-from rollout.engines.model_facts import context_tokens, vocabulary_size
+from rollout.engines.model_facts import most_tokens, vocabulary_size
 from rollout.environments.environment import (
     BUILT_IN,
     Environment,
@@ -73,14 +72,14 @@ def recipe_of(order: Order, names: RecipeNames) -> Recipe:
     Demonstrations end as what is sampled does. They cannot evaluate a policy: there it answers itself.
     """
     environment: Environment = resolve_environment(names.environment)
+    limits: dict[str, int | None] = {}
     if demonstrates(environment) and order.kind == "eval":
         environment = single_turn
-    elif environment in BUILT_IN.values() and demonstrates(environment):
+    elif demonstrates(environment):
         model = Path(order.start_model)
-        marks = read_marks(model)
-        ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
-        options: dict[str, Any] = {"end_ids": ends, "context": context_tokens(model)}
-        if (known := vocabulary_size(model)) is not None:
-            options["vocabulary"] = known
-        environment = partial(environment, **options)
-    return Recipe(environment, resolve_reward(names.reward), names.sampling)
+        limits = {"context": most_tokens(model), "vocabulary": vocabulary_size(model)}
+        if environment in BUILT_IN.values():
+            marks = read_marks(model)
+            ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
+            environment = partial(environment, end_ids=ends, **limits)
+    return Recipe(environment, resolve_reward(names.reward), names.sampling, **limits)

@@ -27,6 +27,10 @@ class Marks:
     """By their text."""
     end_ids: tuple[int, ...] = ()
     """What ends a sequence by the tokenizer, generation_config.json or config.json, the tokenizer's first."""
+    others: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
+    """Added tokens that are not special: engines leave them in a text."""
+    words: int = field(default=0, compare=False)
+    """One more than the largest id of the tokens that were not added."""
 
     def stop_ids(self, stop: Iterable[str]) -> dict[int, str]:
         """Id -> text of the strings that are one special token each."""
@@ -74,8 +78,10 @@ def read_marks(model_dir: Path) -> Marks:
     added += [entry for entry in tokenizer.get("added_tokens") or () if isinstance(entry, dict)]
     added += [{**entry, "id": int(key)} for key, entry in (config.get("added_tokens_decoder") or {}).items()]
     vocabulary: dict[str, int] = {piece.text: id for id, piece in enumerate(pieces)}
-    vocabulary |= {**_vocabulary(tokenizer), **read("vocab.json"), **read("added_tokens.json")}
-    vocabulary |= {entry["content"]: entry["id"] for entry in added}
+    vocabulary |= {**_vocabulary(tokenizer), **read("vocab.json")}
+    ids_added = {**read("added_tokens.json"), **{entry["content"]: entry["id"] for entry in added}}
+    words = max((token for text, token in vocabulary.items() if text not in ids_added), default=-1) + 1
+    vocabulary |= ids_added
     special = {entry["content"] for entry in added if entry.get("special")} | set(_special_texts(named))
     ends = [vocabulary.get(_content(named.get("eos_token")))]
     for document in (read("generation_config.json"), read("config.json")):
@@ -87,6 +93,8 @@ def read_marks(model_dir: Path) -> Marks:
         end_ids=tuple(
             dict.fromkeys(token_id for token_id in ends if type(token_id) is int and token_id >= 0)
         ),
+        others={text: token for text, token in ids_added.items() if text and text not in special},
+        words=words,
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 from rollout.engines.model_dir import companions, read_json, tensor_names
 from rollout.storage import files
 
-_CONTEXT = ("max_position_embeddings", "n_positions")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
+_ORIGINAL = "original_max_position_embeddings"
 _EXPERTS = (
     ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
@@ -59,8 +60,28 @@ def context_tokens(model_dir: Path) -> int | None:
     if (limit := steady_tokens(model_dir)) is not None:
         return limit
     config, text = _configs(model_dir)
-    if any("factor" in rope for rope in _ropes(config, text)):
+    stretched = [rope for rope in _ropes(config, text) if "factor" in rope]
+    # Llama 3's rescaling lets the positions be as many as they are named.
+    if any(rope.get("rope_type", rope.get("type")) != "llama3" for rope in stretched):
         return None
+    return _positions(text)
+
+
+def most_tokens(model_dir: Path) -> int | None:
+    """Return the length, in tokens, beyond which the model has no positions whatever its configuration means:
+    scaled positions may be counted in max_position_embeddings, or come on top. None where nothing says it.
+    """
+    if (limit := context_tokens(model_dir)) is not None:
+        return limit
+    config, text = _configs(model_dir)
+    if (positions := _positions(text)) is None:
+        return None
+    ropes = [rope for rope in _ropes(config, text) if isinstance(rope.get("factor"), int | float)]
+    scaled = [rope["factor"] * (rope.get(_ORIGINAL) or positions) for rope in ropes]
+    return max([positions, *map(int, scaled)])
+
+
+def _positions(text: Mapping[str, Any]) -> int | None:
     lengths = [text[name] for name in _CONTEXT if type(text.get(name)) is int and text[name] > 0]
     return max(lengths, default=None)
 
@@ -79,8 +100,8 @@ def steady_tokens(model_dir: Path) -> int | None:
         kind = str(rope.get("rope_type", rope.get("type")))
         whole = text.get("max_position_embeddings")
         if kind == "longrope":
-            original = text.get("original_max_position_embeddings", whole)
-            limits.append(rope.get("original_max_position_embeddings", original))
+            original = text.get(_ORIGINAL, whole)
+            limits.append(rope.get(_ORIGINAL, original))
         elif "dynamic" in kind:
             limits.append(whole)
     return min((limit for limit in limits if type(limit) is int and limit > 0), default=None)

@@ -6,6 +6,7 @@ lacks.
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.marks import read_marks
-from rollout.engines.model_facts import context_tokens, template_text, vocabulary_size
+from rollout.engines.model_facts import most_tokens, template_text, vocabulary_size
 from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.left_out import template_warnings
 from rollout.environments.policy import Policy, opening
@@ -52,7 +53,9 @@ class _Look:
     marks: dict[int, str]
     context: int | None
     lacking: list[str]
-    """Tokens that the tokenizer has and the model has not."""
+    """Added tokens that the tokenizer has and the model has not."""
+    lacks_words: bool
+    """Whether it lacks tokens that were not added: any text may have them."""
     template: str
     """All text that may be a chat template of the model."""
     shapes: dict[Any, int] = field(default_factory=dict)
@@ -69,8 +72,9 @@ def try_tasks(
     """
     known, rows = read_marks(model_dir), vocabulary_size(model_dir)
     marks = {token: text for text, token in known.ids.items()}
-    lacking = [text for token, text in marks.items() if rows is not None and token >= rows]
-    look = _Look(marks, context_tokens(model_dir), lacking, template_text(model_dir))
+    most = math.inf if rows is None else rows
+    lacking = [text for text, token in {**known.ids, **known.others}.items() if token >= most]
+    look = _Look(marks, most_tokens(model_dir), lacking, known.words > most, template_text(model_dir))
     _look(tasks.tasks, look)
     warnings = [
         f"{tasks.place(those[0])}: its words hold {mark}, which the tokenizer reads as a special token"
@@ -141,7 +145,11 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
         if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:
             look.shapes[shape] = index
         is_long = look.context is not None and _most_tokens(task, messages, fields) > look.context
-        if is_long or any(token in text for token in look.lacking for text in [*words, *fields]):
+        if (
+            is_long
+            or look.lacks_words
+            or any(token in text for token in look.lacking for text in [*words, *fields])
+        ):
             look.suspects.append(index)
 
 

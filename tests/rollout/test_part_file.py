@@ -216,3 +216,11 @@ def test_sample_whose_picture_is_not_in_its_prompt_is_unfit(place: tuple[int, in
     sample = make_sample(9)
     sample.pictures = [Picture("a" * 64, *place)]
     assert "its picture" in (unfit(sample, demonstrated=False) or "")
+
+
+def test_sample_that_the_model_has_no_place_for_is_unfit() -> None:
+    sample = make_sample(9)
+    most, size = int(sample.token_ids.max()), len(sample.token_ids)
+    assert unfit(sample, demonstrated=False, context=size, vocabulary=most + 1) is None
+    assert "no positions" in (unfit(sample, demonstrated=False, context=size - 1) or "")
+    assert f"it has the token {most}" in (unfit(sample, demonstrated=False, vocabulary=most) or "")

@@ -27,7 +27,7 @@ from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError
-from rollout.engines.model_facts import steady_tokens
+from rollout.engines.model_facts import most_tokens, steady_tokens
 from rollout.storage.retry import library_errors
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class TorchEngine(threading.Thread):
         self._proof = Proof()
         model = self._weights.model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2**31 - 1)
+        positions = most_tokens(Path(model_dir)) or 2**31 - 1
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", positions)
         self.max_model_len = int(steady_tokens(Path(model_dir)) or positions)
         # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)

@@ -62,21 +62,34 @@ def test_task_without_an_answer_is_named_before_anything_is_written(tmp_path: Pa
         load_inputs(build({**SFT, "tasks": str(tasks)}), {})
 
 
+async def taught(task: Any, policy: Any, sampling: Any) -> Any:
+    raise NotImplementedError
+
+
+taught.demonstrates = True  # type: ignore[attr-defined]
+
+
 def test_training_demonstrates_and_evaluation_generates(tmp_path: Path) -> None:
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
     positions = {"rope_type": "longrope", "original_max_position_embeddings": 64}
-    write_json(tmp_path / "config.json", {"rope_parameters": positions})
+    write_json(tmp_path / "config.json", {"rope_parameters": positions, "vocab_size": 10})
     added = {"added_tokens": [{"id": 9, "content": "<turn>", "special": True}]}
     write_json(tmp_path / "tokenizer.json", added)
     settings = SimpleNamespace(stop=("<turn>", "words"))
 
-    def environment_of(name: str, kind: str) -> Any:
+    def recipe(name: str, kind: str) -> Any:
         order: Any = SimpleNamespace(kind=kind, start_model=str(tmp_path), settings=settings)
-        return recipe_of(order, RecipeNames("exact", name, Sampling())).environment
+        return recipe_of(order, RecipeNames("exact", name, Sampling()))
+
+    def environment_of(name: str, kind: str) -> Any:
+        return recipe(name, kind).environment
 
     for name, written in (("demonstration", demonstration), ("preference", preference)):
         train = environment_of(name, "train")
         assert isinstance(train, partial)
-        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6, 9), "context": 64})
+        limits = {"context": 64, "vocabulary": 10}
+        assert (train.func, train.keywords) == (written, {"end_ids": (5, 6, 9), **limits})
         assert environment_of(name, "eval") is single_turn
     assert environment_of("single_turn", "train") is single_turn
+    of_user = recipe(f"{__name__}:taught", "train")
+    assert (of_user.environment.__name__, of_user.context, of_user.vocabulary) == ("taught", 64, 10)

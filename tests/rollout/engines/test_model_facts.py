@@ -12,6 +12,7 @@ from rollout.engines.model_facts import (
     count_active_parameters,
     count_parameters,
     may_have_chat_template,
+    most_tokens,
 )
 from tests.models import write_model
 
@@ -55,6 +56,8 @@ def test_of_experts_those_count_that_a_token_goes_to(tmp_path: Path, config: dic
             },
             4096,
         ),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, 2048),
+        ({"max_seq_len": 512}, 512),
         ({"max_position_embeddings": None}, None),
         ({"max_position_embeddings": True}, None),
         ({}, None),
@@ -64,6 +67,24 @@ def test_context_is_known_only_where_the_files_say_it(
     tmp_path: Path, config: dict[str, Any], context: int | None
 ) -> None:
     assert context_tokens(write_model(tmp_path, config)) == context
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 512),
+        ({"rope_type": "linear", "factor": None}, 512),
+        ({"full": {"rope_type": "linear", "factor": 8.0}, "sliding": {"rope_type": "default"}}, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, 512),
+    ],
+)
+def test_no_scaling_gives_more_positions_than_its_factor(
+    tmp_path: Path, rope: dict[str, Any], most: int
+) -> None:
+    config = {"max_position_embeddings": 512, "rope_scaling": rope}
+    assert most_tokens(write_model(tmp_path, config)) == most
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def model_of(directory: Path, *, adds: str = "$A", template: str | None = CHATML
         ),
     )
     raw.add_special_tokens(["<late>"])
+    raw.add_tokens(["<think>"])
     ids = [(mark, raw.token_to_id(mark)) for mark in marks]
     raw.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
     tokenizer = PreTrainedTokenizerFast(
@@ -98,6 +99,10 @@ ASK = {"messages": [{"role": "user", "content": "hi"}]}
         ({"prompt": "hi", "answer": "<late>"}, "demonstration", {"rows": 261}, "it has the token 261"),
         ({**ASK, "chosen": "<late>", "rejected": "7"}, "preference", {"rows": 261}, "it has the token 261"),
         ({"prompt": "<late>"}, "single_turn", {"rows": 261}, "it has the token 261"),
+        ({**ASK, "answer": "<think>"}, "demonstration", {"rows": 261}, "it has the token 262"),
+        ({"prompt": "<think>"}, "single_turn", {"rows": 261}, "it has the token 262"),
+        ({"prompt": "hi", "answer": "z"}, "demonstration", {"rows": 90}, "it has the token"),
+        ({"prompt": "z"}, "single_turn", {"rows": 90}, "it has the token"),
         ({**ASK, "tools": [{"name": "add"}]}, "single_turn", {}, "leaves out tools"),
     ],
 )

@@ -34,13 +34,14 @@ class LoraError(ValueError):
 def wrap(model: Any, settings: LoraSettings) -> Any:
     """Wrap the transformers `model`, before it is sharded, with new adapters, in peft's wrapper.
 
-    With the target all-linear a router of experts gets none, unlike if it is named.
+    With the target all-linear a router of experts gets none, unlike if it is named, nor do fused experts.
     Only the adapters are trained, in float32 whatever the model's weights are. They add nothing yet (B is 0),
     and A is the same in every process. With `.disable_adapter()` the result is the base model. Raises
     LoraError if peft is not installed, or if the model has no module for a target.
     """
     try:
         from peft import LoraConfig, get_peft_model  # here, because it takes 2 s and most runs do without
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ModuleNotFoundError as error:
         raise LoraError(f"trainer.lora needs peft ({error}): pip install -e '.[lora]'") from error
 
@@ -57,6 +58,9 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
         target_modules=ALL_LINEAR if everywhere else targets,
         exclude_modules=ROUTERS if routers else None,  # peft warns if it excludes nothing
     )
+    if everywhere:  # of a family with fused experts peft adapts these and the router, which no engine serves
+        convert_peft_config_for_transformers(config, model, None)
+        config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # peft draws on the CPU
         # peft asks transformers by a name that is deprecated there.

@@ -45,6 +45,23 @@ class EngineBusy(RuntimeError):
     """Requests are running: pause first."""
 
 
+def in_front(tokenizer: Any) -> list[int]:
+    """Return tokens to decode a text behind: many tokenizers leave out the space that a text begins with."""
+    return tokenizer.encode("0", add_special_tokens=False)
+
+
+def completed_stop_string(row: Row, tokenizer: Any, before: list[int]) -> str | None:
+    """Return the stop string that the last token has completed. `before`: see `in_front`."""
+    # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
+    # tokenizer's context are enough. Earlier steps have looked at earlier tokens.
+    window = 4 * max(len(stop) for stop in row.generation.stop) + 4
+    front, text = (
+        tokenizer.decode([*before, *token_ids], skip_special_tokens=row.generation.skip_special)
+        for token_ids in ([], row.token_ids[-window:])
+    )
+    return next((stop for stop in row.generation.stop if stop in text[len(front) :]), None)
+
+
 class TorchEngine(threading.Thread):
     """Call `start()` first. Any thread may call the methods, which return futures."""
 
@@ -62,6 +79,7 @@ class TorchEngine(threading.Thread):
         self.max_model_len = int(steady_tokens(Path(model_dir)) or positions)
         # For stop strings; a tokenizer of its own, because two threads must not share one.
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self._before = in_front(self._tokenizer)
         # The classes of transformers have defaults of other models where a configuration is silent.
         self._end_ids = {*read_marks(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
         self._batch_maker = batch_maker(model)
@@ -223,19 +241,10 @@ class TorchEngine(threading.Thread):
         if last in generation.stop_ids:
             row.stop_reason = last
         elif generation.stop:
-            row.stop_reason = self._completed_stop_string(row)
+            row.stop_reason = completed_stop_string(row, self._tokenizer, self._before)
         if row.stop_reason is not None:
             return "stop"
         return "length" if len(row.token_ids) >= generation.max_tokens else None
-
-    def _completed_stop_string(self, row: Row) -> str | None:
-        # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
-        # tokenizer's context are enough. Earlier steps have looked at earlier tokens.
-        window = 4 * max(len(stop) for stop in row.generation.stop) + 4
-        text = self._tokenizer.decode(
-            row.token_ids[-window:], skip_special_tokens=row.generation.skip_special
-        )
-        return next((stop for stop in row.generation.stop if stop in text), None)
 
     def _abort(self) -> None:
         for row in [*self._batch.rows, *self._waiting]:

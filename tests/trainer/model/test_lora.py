@@ -196,3 +196,11 @@ def test_router_of_experts_gets_an_adapter_only_by_name(name: str, more: dict[st
     assert not any("router" in module for module in everywhere)
     by_name = lora.wrap(moe(name, **more), LoraSettings(rank=4, targets=router)).targeted_module_names
     assert by_name and all(module.endswith(router) for module in by_name)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeConfig", "MixtralConfig", "DeepseekV3Config"])
+def test_all_linear_leaves_out_fused_experts_which_no_engine_serves(name: str) -> None:
+    wrapped = lora.wrap(moe(name), LoraSettings(rank=4))
+    assert trained(wrapped) and not any("experts" in parameter for parameter in trained(wrapped))
+    config = wrapped.peft_config[lora.ADAPTER]
+    assert not (config.target_parameters or config.rank_pattern or config.alpha_pattern)

@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rollout.counter_rng import uniforms
 from rollout.engines.embedded import engine as engine_module
 from rollout.engines.embedded.batch import Generation, Row, draw
-from rollout.engines.embedded.engine import EngineStopped, TorchEngine
+from rollout.engines.embedded.engine import EngineStopped, TorchEngine, completed_stop_string, in_front
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.models import EOS
+from tests.rollout.engines.test_spelling import metaspace
 
 WAIT_S = 60
 
@@ -323,3 +325,13 @@ def test_other_dtypes_generate_too(model_dir: Path, dtype: torch.dtype) -> None:
     engine.start()
     (row,) = rows_of(engine.submit(generation(prompt_of(5))))
     assert row.token_ids and all(logprob <= 0 for logprob in row.logprobs)
+
+
+def test_stop_string_with_a_space_in_front_ends_the_first_word_too() -> None:
+    raw = metaspace("first")
+    raw.train_from_iterator(["say 42 0 so 42"], BpeTrainer(special_tokens=["<unk>"], show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    (row,) = generation([3], stop=(" 42",)).rows
+    row.token_ids = raw.encode("42").ids  # the space is in its tokens, not in their text
+    assert tokenizer.decode(row.token_ids) == "42"
+    assert completed_stop_string(row, tokenizer, in_front(tokenizer)) == " 42"

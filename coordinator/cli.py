@@ -88,11 +88,14 @@ def node(
     if dry_run:
         return _show(root, overrides, reset)
     hold_up_nobody()
-    from coordinator.console.commands.machine import Typed, run_machine
-    from coordinator.console.views.terminal import live_view
-    from coordinator.journal import logs
-    from coordinator.main import run_node
-    from coordinator.start.start import ready_machine
+    from rollout.processes.imports import importing
+
+    with importing():
+        from coordinator.console.commands.machine import Typed, run_machine
+        from coordinator.console.views.terminal import live_view
+        from coordinator.journal import logs
+        from coordinator.main import run_node
+        from coordinator.start.start import ready_machine
 
     root = ready_machine(root)
 
@@ -136,14 +139,14 @@ def local(
     hold_up_nobody()
     from coordinator.machine.children import Children
     from coordinator.machine.oddities import need_temporary
+    from rollout.processes.imports import importing
 
     need_temporary(root)
     with Children() as children:
         children.share_imports()
-        from coordinator.console.commands.local import (
-            run_local,
-        )  # half a second: what is shared is imported beside it
-        from coordinator.start.start import ready_machine
+        with importing():  # for half a second: what is shared is imported beside it
+            from coordinator.console.commands.local import run_local
+            from coordinator.start.start import ready_machine
 
         root = ready_machine(root)
         return run_local(children, root, overrides, reset, accept_code_change, allow_shared_dir)
@@ -231,13 +234,15 @@ def main() -> int:
     from coordinator.console.commands.typos import with_all_resets
     from coordinator.journal.control_characters import plain
     from coordinator.settings.tree import SettingsError
+    from rollout.processes.imports import importing
     from rollout.storage.files import SharedFsError
 
     command = " ".join([PROGRAM, *names])
     installs = {"--install-completion", "--show-completion"} & set(arguments)
     shown = program if installs else command
     try:
-        app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
+        with importing():
+            app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
         return app(rest, prog_name=shown, standalone_mode=False) or 0
     except SettingsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)

@@ -58,8 +58,17 @@ from trainer.job.launch import LAUNCHER, READ_AT_IMPORT
 
 logger = logging.getLogger(__name__)
 
-FORKS = "FLAGPOST_FORKS"
-"""The environment variable by which `run local` tells its nodes the socket of `trainer.job.forks`."""
+FORKS, COLLECTORS = "FLAGPOST_FORKS", "FLAGPOST_COLLECTORS"
+PROGRAMS = {
+    FORKS: (
+        *("rollout.engines.embedded.server", "trainer.job.agent", "trainer.model.check"),
+        *("trainer.job.rank", "transformers.models.qwen3.modeling_qwen3"),  # what an agent forks
+    ),
+    COLLECTORS: ("coordinator.collector.process",),
+}
+"""What `run local` has imported once, by the environment variable that tells its nodes the socket of such a
+`trainer.job.forks`. Collectors have a process of their own, without torch: user code may set variables that
+libraries read as they are imported."""
 KILL_S = 5.0
 """How long killed processes may take to vanish before we say so and go on."""
 BURY_S = 0.2
@@ -203,11 +212,19 @@ class Children:
         without semaphores, by which forks speak to their agent, nor if
         this process has been told of one that another has started.
         """
-        if count_gpus() or not hasattr(os, "pidfd_open") or self.shares_imports or not has_semaphores():
+        return {} if count_gpus() or not has_semaphores() else self._share(FORKS, READ_AT_IMPORT)
+
+    def share_collectors(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        """Do the same for collectors, which begin with the environment `env`."""
+        return self._share(COLLECTORS, env)
+
+    def _share(self, name: str, env: Mapping[str, str]) -> Mapping[str, str]:
+        if not hasattr(os, "pidfd_open") or name in os.environ:
             return {}
-        socket = str(self.spool / "forks.sock")
-        self.start("imports", [sys.executable, "-P", "-m", "trainer.job.forks", socket], env=READ_AT_IMPORT)
-        self._shared = {FORKS: socket}
+        socket = str(self.spool / f"forks-{len(self._shared)}.sock")
+        argv = [sys.executable, "-P", "-m", "trainer.job.forks", socket, *PROGRAMS[name]]
+        self.start("imports", argv, env=env)
+        self._shared[name] = socket
         return self._shared
 
     @property
@@ -251,8 +268,8 @@ class Children:
             self._ensure_keeper()
             self._children = [child for child in self._children if child.spool.exists()]
             spool = spool or self.new_spool(name)
-            if self.shares_imports and forks.is_program(argv):
-                argv = forks.client(os.environ[FORKS], str(spool / keeper.PGID_DIR), argv)
+            if self.group is None:
+                argv = as_fork(argv, str(spool / keeper.PGID_DIR))
             child = Child(name, argv, env=environment, spool=spool, log=log, echo=echo)
             self._children.append(child)
             return child
@@ -315,6 +332,16 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.close()
+
+
+def as_fork(argv: Sequence[str], groups: str) -> Sequence[str]:
+    """Return the command of a client that has a program forked, if this process was told who can; else the
+    program's own.
+    """
+    for name, modules in PROGRAMS.items():
+        if name in os.environ and forks.is_program(argv, modules):
+            return forks.client(os.environ[name], groups, argv)
+    return argv
 
 
 def _new_spool() -> Path:

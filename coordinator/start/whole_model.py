@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import subprocess
 import tempfile
 from functools import partial
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import MASTER
-from coordinator.machine.children import FORKS
+from coordinator.machine.children import as_fork
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import engine_of
 from rollout.engines.model_dir import read_json, tensor_names
 from rollout.storage import known_files
-from trainer.job import forks
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +61,8 @@ def _answer(model: str, python: str, model_dir: Path, *adapters: str) -> dict[st
     argv = [python, "-P", "-m", "trainer.model.check", str(model_dir), *adapters]
     try:
         with tempfile.TemporaryDirectory() as groups:
-            if FORKS in os.environ and forks.is_program(argv):
-                argv = forks.client(os.environ[FORKS], groups, argv)
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+            command = as_fork(argv, groups)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         log.debug("cannot tell whether %s has all tensors: %s", model_dir, error)

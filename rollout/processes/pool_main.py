@@ -79,7 +79,9 @@ def _restrict() -> None:
 
 def _make(maker: str, parameters: list[Any]) -> Callable[..., Any]:
     module, _, name = maker.partition(":")
-    return getattr(importlib.import_module(module), name)(*parameters)
+    with importlib.import_module("rollout.processes.imports").importing():
+        make = getattr(importlib.import_module(module), name)
+    return make(*parameters)
 
 
 def _as_number(value: Any) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from coordinator.directory.layout import RunDir
-from coordinator.machine.children import FORKS
+from coordinator.machine.children import PROGRAMS
 from rollout.part_file import decode_part
 from rollout.trajectory import Group
 from tests.imports import shared_imports
@@ -182,10 +182,10 @@ class Cluster:
         assert not left, f"left behind: {left}\n{self.everything_said()}"
 
     def _forks(self) -> set[int]:
-        """The server of the forks, its forks, and the clients that stand for them."""
-        socket = self.environment.get(FORKS)
+        """The servers of the forks, their forks, and the clients that stand for them."""
+        sockets = {self.environment[name] for name in PROGRAMS if name in self.environment}
         processes = psutil.process_iter(["cmdline"])
-        return {each.pid for each in processes if socket in (each.info["cmdline"] or ())}
+        return {each.pid for each in processes if not sockets.isdisjoint(each.info["cmdline"] or ())}
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"node_{rank}.log"

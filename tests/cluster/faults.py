@@ -31,16 +31,19 @@ def children(node: int, kind: str) -> list[psutil.Process]:
         found = [
             process for client, command in clients.items() if program in command for process in _forks(client)
         ]
-        if clients and kind == TRAINER_RANK:
+        if found and kind == TRAINER_RANK:
             return [rank for agent in found for rank in agent.children()]
-        if clients and kind in {AGENT, ENGINE}:
+        if found:
             return found
     except psutil.NoSuchProcess:
         return []
     return [
         process
         for process, command in commands.items()
-        if kind in command and not command.startswith("/bin/sh") and (kind == AGENT or AGENT not in command)
+        if kind in command
+        and process not in clients
+        and not command.startswith("/bin/sh")
+        and (kind == AGENT or AGENT not in command)
     ]
 
 

@@ -1,4 +1,4 @@
-"""`run local`: all nodes with one command. Their engines and trainers are forks of one process."""
+"""`run local`: all nodes with one command. What they start are forks of two processes."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ needs_forks = pytest.mark.skipif(
 
 
 def forks_of(parent: int) -> list[psutil.Process]:
-    """The shared process below `run local`, its forks, and theirs."""
+    """The shared processes below `run local`, their forks, and theirs."""
     found = psutil.Process(parent).children(recursive=True)
     return [process for process in found if FORKS in " ".join(process.cmdline())]
 
@@ -45,16 +45,18 @@ def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path)
 
 @needs_forks
 @SEPARATE
-def test_engines_and_trainers_are_forks_of_one_process(cluster: Cluster) -> None:
-    """The run goes on without that process, and nothing outlives its parent."""
+def test_engines_trainers_and_collectors_are_forks(cluster: Cluster) -> None:
+    """The run goes on without the processes that they are forks of, and nothing outlives its parent."""
     parent = cluster.start(
         0, *FAST, "--num-nodes", "2", "--iterations", "1000", "trainer.processes_per_node=2", role=LOCAL
     )
     cluster.until(lambda: cluster.run_dir.checkpoint(1).is_dir(), "the first checkpoint", 120)
-    # The server; of each node an engine, an agent and two ranks.
-    assert len(forks_of(parent.pid)) == 1 + 2 * 4
-    (server,) = (p for p in psutil.Process(parent.pid).children() if FORKS in " ".join(p.cmdline()))
-    server.kill()
+    # The servers; of each node an engine, an agent, two ranks and a collector.
+    assert len(forks_of(parent.pid)) == 2 + 2 * 5
+    servers = [p for p in psutil.Process(parent.pid).children() if FORKS in " ".join(p.cmdline())]
+    assert len(servers) == 2
+    for server in servers:
+        server.kill()
     done = len(cluster.metrics())
     cluster.until(lambda: len(cluster.metrics()) >= done + 2, "further iterations")
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, len(cluster.metrics()) + 1))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.machine.children import FORKS
+from coordinator.machine.children import FORKS, PROGRAMS
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster
 from tests.cluster.doctors import Doctors
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
@@ -28,7 +28,7 @@ def carry(
     """
     cluster = Cluster(shared.seen(nodes) / "run", cache, logs, separate=True)
     cluster.environment |= {FORKS: str(logs / "forks")}
-    imports = [sys.executable, "-m", "trainer.job.forks", str(logs / "forks")]
+    imports = [sys.executable, "-m", "trainer.job.forks", str(logs / "forks"), *PROGRAMS[FORKS]]
     server = subprocess.Popen([*shared.inside, *imports], cwd=REPOSITORY, env=cluster.environment)
     weights = ",".join(["2", *["1"] * (nodes - 1)])
     master = [

@@ -1,16 +1,18 @@
-"""Import what engines and trainers import once on a machine, and fork them from that.
+"""Import what programs import once on a machine, and fork them from that.
 
-    python -P -m trainer.job.forks SOCKET                            the server
+    python -P -m trainer.job.forks SOCKET MODULE...                     the server of these programs
     python -I -S forks.py SOCKET GROUPS PYTHON -P -m MODULE ARG...      a client, in place of the program
 
-`run local` starts the server, so that its nodes share the imports: each engine, torchrun agent, trainer and
-check of a model would spend 2 to 5 s of CPU on them. A client hands its descriptors, its environment and the
-command to the server. The server's fork begins a session, and makes a file named by its process group in the
-directory GROUPS, as LAUNCHER does (trainer.job.launch), before it calls `main` of MODULE. The client lives as
-long as its fork, passes SIGTERM on to it, and ends as it ends; if the client is killed, the server kills its
-fork. If no server answers, the client becomes the program, by exec.
+`run local` starts servers, so that its nodes share the imports: each engine, torchrun agent, trainer and
+check of a model would spend 2 to 5 s of CPU on them, each collector 0.3 s. A client hands its descriptors,
+its directory, its environment and the command to the server. The server's fork begins a session, and makes a
+file named by its process group in the directory GROUPS, as LAUNCHER does (trainer.job.launch), before it
+calls `main` of MODULE. The client lives as long as its fork, passes SIGTERM on to it, and ends as it ends.
+If the client is killed, the server kills its fork. If no server answers, the client becomes the program, by
+exec.
 
-A fork of a process that has used a GPU cannot use it: on a machine with GPUs there is no server.
+A fork of a process that has used a GPU cannot use it: on a machine with GPUs there is no server that imports
+torch.
 """
 
 import contextlib
@@ -24,8 +26,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-MODULES = ("rollout.engines.embedded.server", "trainer.job.agent", "trainer.model.check")
-"""The programs that can be forks."""
 STANDARD = (0, 1, 2)
 """Descriptors of input, output and errors."""
 PATIENCE_S = 5.0
@@ -36,9 +36,9 @@ _LOST = 1
 """A client's exit status if the server ended before its fork did."""
 
 
-def is_program(argv: Sequence[str]) -> bool:
-    """Return whether a command is one that the server can fork, by the server's Python."""
-    return [*argv[:3]] == [sys.executable, "-P", "-m"] and len(argv) > 3 and argv[3] in MODULES
+def is_program(argv: Sequence[str], modules: Sequence[str]) -> bool:
+    """Return whether a command is one that a server of `modules` can fork, by the server's Python."""
+    return [*argv[:3]] == [sys.executable, "-P", "-m"] and len(argv) > 3 and argv[3] in modules
 
 
 def client(socket_path: str, groups: str, argv: Sequence[str]) -> list[str]:
@@ -53,9 +53,9 @@ def ask(socket_path: str, groups: str, argv: list[str]) -> int:
     """Have the server fork; return the exit status of the fork. Without a server this does not return."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    request = {"groups": groups, "env": dict(os.environ), "argv": argv[3:]}
-    data = json.dumps(request).encode()
     try:
+        request = {"groups": groups, "cwd": os.getcwd(), "env": dict(os.environ), "argv": argv[3:]}
+        data = json.dumps(request).encode()
         connection.connect(socket_path)
         socket.send_fds(connection, [len(data).to_bytes(_BYTES)], STANDARD)
         connection.sendall(data)
@@ -99,8 +99,8 @@ def _read(connection: socket.socket, size: int) -> bytes:
 # ---- the server
 
 
-def serve(socket_path: str) -> None:
-    """Import, then fork whenever a client asks; for ever."""
+def serve(socket_path: str, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork whenever a client asks; for ever."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_path)
     listener.listen(128)  # clients wait here for the end of the imports
@@ -109,7 +109,7 @@ def serve(socket_path: str) -> None:
     from rollout.processes.imports import importing  # not above, where a client would need it
 
     with importing():  # and freeze, else a fork's collector would copy all that is shared
-        for module in (*MODULES, "trainer.job.rank", "transformers.models.qwen3.modeling_qwen3"):
+        for module in modules:
             import_module(module)
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
@@ -189,6 +189,7 @@ def _fork(connection: socket.socket, inherited: Sequence[int]) -> int | None:
         for descriptor in (connection.fileno(), *descriptors, *inherited):
             os.close(descriptor)
         open(os.path.join(request["groups"], str(os.getpid())), "w").close()  # or end: nobody would end it
+        os.chdir(request["cwd"])
         code = _become(request["env"], request["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -197,27 +198,30 @@ def _fork(connection: socket.socket, inherited: Sequence[int]) -> int | None:
 
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # whatever a user's code has made of them
+        os._exit(code or 0)
 
 
 def _become(env: Mapping[str, str], argv: Sequence[str]) -> int:
     """Run a module's `main` as `python -m` would; `argv`: the module, then its arguments."""
-    import torch
-
     from rollout.environment_variables import omp_threads
 
+    paths = [places.get("PYTHONPATH", "").split(os.pathsep) for places in (os.environ, env)]
+    if paths[0] != paths[1]:
+        sys.path[:] = [*filter(None, paths[1]), *(path for path in sys.path if path not in paths[0])]
     os.environ.clear()
     os.environ.update(env)
-    if threads := omp_threads(env):  # read when torch was imported
-        torch.set_num_threads(threads)
+    if "torch" in sys.modules and (threads := omp_threads(env)):  # read when torch was imported
+        sys.modules["torch"].set_num_threads(threads)
     module = import_module(argv[0])
     sys.argv = [str(module.__file__), *argv[1:]]
     return module.main()
 
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
+    if __spec__ is None:  # a client is run as a file
         sys.exit(ask(sys.argv[1], sys.argv[2], sys.argv[3:]))
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2:])

@@ -104,6 +104,7 @@ def _run_local(
     arguments += ["--accept-code-change"] if accept_code_change else []
     shared = ["--allow-shared-dir"] if allow_shared_dir else []
     started: list[Child] = []
+    children.share_collectors(environment)
     with LiveView(root, sys.stdout) as shown:
 
         def echo(line: str) -> None:

@@ -19,7 +19,17 @@ import pytest
 
 from coordinator.directory.line_writer import BATCH_LINES, QUEUE_LINES
 from coordinator.machine import keeper
-from coordinator.machine.children import Child, ChildError, Children
+from coordinator.machine.children import (
+    COLLECTORS,
+    FORKS,
+    PROGRAMS,
+    Child,
+    ChildError,
+    Children,
+    as_fork,
+)
+from coordinator.settings.groups import GroupSettings
+from trainer.job import forks
 
 GONE_S = 30.0
 SLEEP = "exec sleep 1000"
@@ -338,6 +348,23 @@ def test_env_is_added_and_output_is_shown(children: Children) -> None:
     child = children.start("env", command, env={"FLAVOUR": "sour"}, echo=shown.append)
     assert child.wait(GONE_S) == 0
     assert shown == [f"sour {os.environ['HOME']}"]
+
+
+def test_what_a_shared_process_can_be_is_forked_unless_a_group_says_what_children_are_started_with(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FORKS, raising=False)
+    monkeypatch.setenv(COLLECTORS, "/socket")
+    engine, collector = (
+        [sys.executable, "-P", "-m", name] for name in (PROGRAMS[FORKS][0], *PROGRAMS[COLLECTORS])
+    )
+    assert as_fork(engine, "/groups") == engine
+    assert as_fork(collector, "/groups") == forks.client("/socket", "/groups", collector)
+    with patch("coordinator.machine.children.Child") as started:
+        children.start("collector", collector)
+        children.group = GroupSettings(nodes="0", env={"COLOUR": "red"})
+        children.start("collector", collector)
+    assert [forks.__file__ in call.args[1] for call in started.call_args_list] == [True, False]
 
 
 def test_echo_that_fails_does_not_stop_the_child(

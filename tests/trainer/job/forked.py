@@ -15,6 +15,8 @@ def main() -> int:
         "argv": sys.argv[1:],
         "colour": os.environ.get("COLOUR"),
         "threads": torch.get_num_threads(),
+        "cwd": os.getcwd(),
+        "path": sys.path[0],
         "pid": os.getpid(),
         "group": os.getpgid(0),
         "sockets": [fd for fd in os.listdir("/proc/self/fd") if _is_socket(fd)],

@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _start_server(path: Path) -> subprocess.Popen[bytes]:
-    made = subprocess.Popen([sys.executable, "-m", "trainer.job.forks", str(path)], cwd=REPOSITORY)
+    made = subprocess.Popen([sys.executable, "-m", "trainer.job.forks", str(path), "torch"], cwd=REPOSITORY)
     deadline_s = time.monotonic() + 60
     while not path.exists():
         assert made.poll() is None and time.monotonic() < deadline_s
@@ -47,7 +47,9 @@ def groups(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def client(socket: str, groups: Path, *how: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def client(
+    socket: str, groups: Path, *how: str, cwd: Path = REPOSITORY, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
     command = forks.client(socket, str(groups), [*PROGRAM, *how])
     with subprocess.Popen(
         command,
@@ -55,7 +57,7 @@ def client(socket: str, groups: Path, *how: str, **env: str) -> Iterator[subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | env,
-        cwd=REPOSITORY,
+        cwd=cwd,
     ) as process:
         yield process
         for group in [*map(int, os.listdir(groups)), process.pid] if groups.exists() else []:
@@ -87,6 +89,15 @@ def test_a_fork_is_the_program_that_was_asked_for(server: str, groups: Path) -> 
         assert said["input"] == ""
         assert said["sockets"] == []  # the server's own, and those of other forks
         assert said["pid"] == said["group"] != process.pid
+
+
+def test_a_fork_is_where_its_client_is_and_imports_from_where_that_would(
+    server: str, groups: Path, tmp_path: Path
+) -> None:
+    here = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    with client(server, groups, "end", cwd=tmp_path, PYTHONPATH=here) as process:
+        said = said_by(process)
+        assert (said["cwd"], said["path"]) == (str(tmp_path), str(tmp_path)) and process.wait(30) == 3
 
 
 def test_forks_know_nothing_of_one_another(server: str, groups: Path) -> None:
@@ -201,8 +212,9 @@ def test_a_client_imports_next_to_nothing(tmp_path: Path) -> None:
 
 def test_only_the_programs_that_it_imports_are_forked() -> None:
     python = sys.executable
-    assert forks.is_program([python, "-P", "-m", "rollout.engines.embedded.server", "--model", "m"])
-    assert forks.is_program([python, "-P", "-m", "trainer.job.agent"])
-    assert not forks.is_program([python, "-P", "-m", "coordinator.cli"])
-    assert not forks.is_program(["/another/python", "-P", "-m", "trainer.job.agent"])
-    assert not forks.is_program([python, "-P", "-m"])
+    modules = ("rollout.engines.embedded.server", "trainer.job.agent")
+    assert forks.is_program([python, "-P", "-m", "rollout.engines.embedded.server", "--model", "m"], modules)
+    assert forks.is_program([python, "-P", "-m", "trainer.job.agent"], modules)
+    assert not forks.is_program([python, "-P", "-m", "coordinator.cli"], modules)
+    assert not forks.is_program(["/another/python", "-P", "-m", "trainer.job.agent"], modules)
+    assert not forks.is_program([python, "-P", "-m"], modules)

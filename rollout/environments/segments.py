@@ -4,6 +4,7 @@ So a long sample does not hold up its whole iteration (rollout.segment_tokens).
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,17 +68,46 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
         return replace(sample, finish_reason="length")
     if completion.prompt_ids != sample.token_ids.tolist():
         raise ValueError("the engine has gone on with other tokens than it was given")
+    text = whole_characters(sample.text) + completion.text
+    if (end := await _stop_across(sample, completion, policy, sampling.stop)) is not None:
+        count, stop = end
+        completion = replace(
+            completion,
+            token_ids=completion.token_ids[:count],
+            logprobs=completion.logprobs[:count],
+            finish_reason="stop",
+        )
+        text = text[: text.index(stop)]
     added = sample_of(completion)
     return replace(
         added,
         loss_mask=np.concatenate([sample.loss_mask, added.loss_mask[len(sample.loss_mask) :]]),
         logprobs=np.concatenate([sample.logprobs, added.logprobs[len(sample.logprobs) :]]),
         finish_reason=_finish_reason(completion, limit, left),
-        text=whole_characters(sample.text) + completion.text,
+        text=text,
         turns=[],
         spans=[*sample.spans, *_spans(completion, segment)],
         index=sample.index,
     )
+
+
+async def _stop_across(
+    sample: Sample, completion: Completion, policy: Policy, stops: Sequence[str]
+) -> tuple[int, str] | None:
+    """Return with how many tokens the completion ends a stop string that has begun in the sample, and that
+    string; None if it ends none. The engine searches what it adds alone.
+    """
+    room = max(map(len, stops), default=0) - 1
+    before = whole_characters(sample.text)
+    seam = before[-room:] + completion.text[:room] if room > 0 else ""
+    if not (across := [stop for stop in stops if stop in seam]):
+        return None
+    drawn = sample.token_ids[sample.loss_mask > 0].tolist()
+    for count in range(1, len(completion.token_ids) + 1):
+        text = await policy.detokenize([*drawn, *completion.token_ids[:count]])
+        if (stop := next((stop for stop in across if stop in text), None)) is not None:
+            return count, stop
+    return None
 
 
 def _finish_reason(completion: Completion, limit: int, left: int) -> str:

@@ -207,15 +207,15 @@ class Children:
         return FORKS in os.environ and self.group is None
 
     def share_imports(self) -> Mapping[str, str]:
-        """Start that process, and have all nodes that are started from now on use it. Return what this adds
-        to their environment: nothing on a machine with GPUs, as what has used one is not fit to fork, nor
-        without semaphores, by which forks speak to their agent, nor if
-        this process has been told of one that another has started.
+        """Start a process that imports what engines and trainers do, and have all nodes that are started from
+        now on fork theirs from it. Return what this adds to their environment: nothing on a machine with
+        GPUs, as what has used one is not fit to fork, nor without semaphores, by which forks speak to their
+        agent, nor if this process has been told of one that another has started.
         """
         return {} if count_gpus() or not has_semaphores() else self._share(FORKS, READ_AT_IMPORT)
 
     def share_collectors(self, env: Mapping[str, str]) -> Mapping[str, str]:
-        """Do the same for collectors, which begin with the environment `env`."""
+        """Start a process that imports what collectors do, with the environment `env`; see share_imports."""
         return self._share(COLLECTORS, env)
 
     def _share(self, name: str, env: Mapping[str, str]) -> Mapping[str, str]:

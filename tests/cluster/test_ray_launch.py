@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests import netns
+from tests.bash import READY_TO_WAIT, WAIT
 from tests.cluster import ray_cluster
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster, token_ids
 from tests.cluster.launchers import RUN, Launcher, until
@@ -119,7 +120,7 @@ def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet
     assert made(again.run_dir.root) == by_run_local, "no group is lost, and none is made anew in another way"
 
 
-WAITS = "#!/bin/bash\necho \"$1 runs\"; trap 'echo got TERM; exit 130' TERM; while :; do sleep 0.1; done\n"
+WAITS = f"#!/bin/bash\n{READY_TO_WAIT}echo \"$1 runs\"; trap 'echo got TERM; exit 130' TERM\n{WAIT}"
 ENDS = '#!/bin/bash\necho "$* gpus:$CUDA_VISIBLE_DEVICES threads:$OMP_NUM_THREADS in $PWD"\n'
 DIES = '#!/bin/bash\necho here >> "$0$1"; (($(wc -l < "$0$1") < 3)) && kill -9 $$; exit 0\n'
 

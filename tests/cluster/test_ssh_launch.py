@@ -17,6 +17,7 @@ import pytest
 
 from coordinator.console.commands import launch as launch_module
 from coordinator.console.commands.launch_ssh import launch_ssh
+from tests.bash import READY_TO_WAIT, WAIT
 from tests.cluster.launchers import Launcher, text, until
 from tests.ports import unused_port
 
@@ -116,9 +117,7 @@ def test_interrupt_ends_all_nodes_and_the_same_command_resumes(
     assert [line["iteration"] for line in second.metrics()] == list(range(1, done + 2))
 
 
-WAITS = (
-    "#!/bin/bash\necho \"$1 runs as $$\"; trap 'echo got TERM; exit 130' TERM; while :; do sleep 0.1; done\n"
-)
+WAITS = f"#!/bin/bash\n{READY_TO_WAIT}echo \"$1 runs as $$\"; trap 'echo got TERM; exit 130' TERM\n{WAIT}"
 
 
 @pytest.fixture

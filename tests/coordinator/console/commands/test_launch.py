@@ -15,6 +15,7 @@ from coordinator.console.commands import launch as launch_module
 from coordinator.console.commands.launch import RemoteNode, is_over, node_commands
 from coordinator.console.commands.launch_ssh import launch_ssh
 from coordinator.settings.tree import SettingsError
+from tests.bash import READY_TO_WAIT, WAIT
 
 SSH = """#!/bin/bash
 while [ "$1" != -- ]; do shift; done
@@ -25,15 +26,17 @@ exec sh -c "$3"
 """
 """A client that goes nowhere: the hosts are this machine, some are down or cut off by their names."""
 
-NODE = """#!/bin/bash
+NODE = (
+    f"#!/bin/bash\n{READY_TO_WAIT}"
+    """
 rank=0; [ "$1" = --worker ] && rank=$2
 note() { echo "$1" >> "$PLACE/$rank"; }
 trap 'note INT; [ -e "$PLACE/deaf" ] || exit 130' INT
 trap 'note TERM; exit 130' TERM
 note started
 """
+)
 """How a node begins: it notes in the file of its rank what it hears, and ends at it."""
-WAIT = "while :; do sleep 0.02; done\n"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from coordinator.console.commands.parse import COMMANDS
 from coordinator.console.commands.ray_machines import Machine, bundles, parse_asked
 from coordinator.console.commands.relay import Relay
 from coordinator.settings.tree import SettingsError
+from tests.bash import READY_TO_WAIT, WAIT
 
 THERE = [Machine("head", 0, 8), Machine("a", 8, 64), Machine("b", 4, 32), Machine("c", 8, 96)]
 
@@ -228,7 +229,7 @@ def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
 ) -> None:
     monkeypatch.setattr(module, "SAY_AGAIN_S", 0.05)
     monkeypatch.setattr(module, "machines", lambda _ray: [Machine("a", 8, 64)])
-    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank = begin(f"{READY_TO_WAIT}trap 'exit 130' TERM\n{WAIT}")
     rank.until(lambda: rank.starts)
     rank.cluster.needs = lambda _rank: "8 GPUs"  # type: ignore[attr-defined]
     rank.cluster.has_machine = False
@@ -252,7 +253,7 @@ def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
 def test_rank_without_a_machine_ends_as_the_master_when_all_others_have(
     begin: Callable[[str], Rank], code: int
 ) -> None:
-    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank = begin(f"{READY_TO_WAIT}trap 'exit 130' TERM\n{WAIT}")
     rank.until(lambda: rank.starts)
     rank.cluster.names = ["rank 1", "rank 0"]  # in this test the other one is the master
     rank.node._rank = 1
@@ -270,7 +271,7 @@ def test_rank_without_a_machine_ends_as_the_master_when_all_others_have(
 def test_rank_whose_cluster_is_gone_is_lost_and_nobody_waits_for_it(
     begin: Callable[[str], Rank], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rank = begin("trap 'exit 130' TERM; while :; do sleep 0.02; done")
+    rank = begin(f"{READY_TO_WAIT}trap 'exit 130' TERM\n{WAIT}")
     rank.until(lambda: rank.starts)
 
     def gone(*_given: Any, **_named: Any) -> Any:

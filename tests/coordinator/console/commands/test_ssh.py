@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.ssh import READY, script
-
-WAIT = "while :; do sleep 0.02; done\n"
+from tests.bash import READY_TO_WAIT, WAIT
 
 
 class There:
@@ -16,7 +15,7 @@ class There:
 
     def __init__(self, place: Path, text: str, silence_s: int = 60, grace_s: int = 60) -> None:
         path = place / "program"
-        path.write_text(f"#!/bin/bash\n{text}")
+        path.write_text(f"#!/bin/bash\n{READY_TO_WAIT}{text}")
         path.chmod(0o755)
         self.process = subprocess.Popen(
             ["bash", "-c", script(silence_s, grace_s), "/absent", str(path)],

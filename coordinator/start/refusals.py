@@ -3,6 +3,7 @@
 What may work passes: an environment of the user's may score and render by itself, a server may know more.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
-from rollout.engines.marks import Marks
+from rollout.engines.marks import Marks, read_marks
 from rollout.engines.model_dir import is_adapter
 from rollout.engines.model_facts import (
     DEQUANTISED,
@@ -25,6 +26,7 @@ from rollout.engines.model_facts import (
     may_have_chat_template,
     quantisation,
     takes_pictures,
+    vocabulary_size,
 )
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.trial import longer_prompts, try_tasks
@@ -87,6 +89,39 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
             Teacher(settings.rollout.teacher)
         except ValueError as error:
             raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
+    """Return how many tokens the teacher reads, by its name, if there is one and it says so. SettingsError if
+    it lacks tokens of the model, or has no room for a prompt before `rollout.max_tokens`.
+    """
+    rollout = settings.rollout
+    if rollout.teacher is None or settings.rollout_split == "eval-only":
+        return {}
+    known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    tokens = [known.words - 1, *known.ids.values(), *known.others.values()]
+    largest = max(token for token in tokens if rows is None or token < rows)
+
+    async def look() -> int | None:
+        teacher = Teacher(rollout.teacher or "")
+        try:
+            return await teacher.longest(max(0, largest))
+        finally:
+            await teacher.close()
+
+    name = f"rollout.teacher={rollout.teacher}"
+    try:
+        longest = asyncio.run(look())
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from None
+    if longest is None:
+        return {}
+    if rollout.environment not in WRITTEN and rollout.max_tokens >= longest:
+        raise SettingsError(
+            f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: {name} reads {longest} "
+            "tokens of a sample; give less, by the length of the longest prompt"
+        )
+    return {name: longest}
 
 
 EXACT = {"float32", "float", "float64"}
@@ -263,12 +298,18 @@ def look_at_text(
     """
     has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
+    teacher = room_at_teacher(settings, model_dir)
+    context = any_kind(settings.engine).context(model_dir)
     try:
         for played in _played(settings, tasks, eval_tasks, sets):
             is_written = played.environment in WRITTEN
+            longest = dict(teacher) if played.tasks is tasks else {}
+            if context is not None and not is_written:
+                longest[f"--model {settings.model}"] = context
             if is_written or (played.environment in BUILT_IN and not has_other_template):
+                tokenizer = LocalTokenizer(model_dir)
                 for text in try_tasks(
-                    played.tasks, played.environment, model_dir, sampling, LocalTokenizer(model_dir)
+                    played.tasks, played.environment, model_dir, sampling, tokenizer, longest
                 ):
                     log.warning("%s", text)
     except TaskError as error:

@@ -8,10 +8,11 @@ lacks.
 import asyncio
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollout.engines.answers import RequestRefused
@@ -52,6 +53,7 @@ class _Look:
 
     marks: dict[int, str]
     context: int | None
+    """How many tokens a sample may have at most for all that read it."""
     lacking: list[str]
     """Added tokens that the tokenizer has and the model has not."""
     lacks_words: bool
@@ -65,16 +67,25 @@ class _Look:
 
 
 def try_tasks(
-    tasks: TaskSet, environment: str, model_dir: Path, sampling: Sampling, tokenizer: EngineClient
+    tasks: TaskSet,
+    environment: str,
+    model_dir: Path,
+    sampling: Sampling,
+    tokenizer: EngineClient,
+    longest: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
     """Return warnings about the tokens of tasks, which the environment (a built-in one) shows or gives.
-    Raises TaskError, which names the task, for one that the model cannot take.
+    Raises TaskError, which names the task, for one that the model cannot take. `longest`: how many tokens a
+    sample may have, by what reads samples.
     """
     known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    most_of_model = most_tokens(model_dir)
+    contexts = [*longest.values(), *([] if most_of_model is None else [most_of_model])]
     marks = {token: text for text, token in known.ids.items()}
     most = math.inf if rows is None else rows
     lacking = [text for text, token in {**known.ids, **known.others}.items() if token >= most]
-    look = _Look(marks, most_tokens(model_dir), lacking, known.words > most, template_text(model_dir))
+    template = template_text(model_dir)
+    look = _Look(marks, min(contexts, default=None), lacking, known.words > most, template)
     _look(tasks.tasks, look)
     warnings = [
         f"{tasks.place(those[0])}: its words hold {mark}, which the tokenizer reads as a special token"
@@ -82,7 +93,7 @@ def try_tasks(
         for mark, those in look.in_words.items()
     ]
     warnings += _unseen(tasks)
-    limits = {"end_ids": known.end_ids, "context": look.context, "vocabulary": rows}
+    limits = {"end_ids": known.end_ids, "context": most_of_model, "vocabulary": rows}
 
     async def render() -> None:
         shown = list(look.shapes.values())
@@ -90,7 +101,8 @@ def try_tasks(
             task = tasks.tasks[index]
             policy = Policy(tokenizer, sampling, 0)
             try:
-                prompt = await _prompt(task, environment, policy, limits)
+                prompt, tokens = await _prompt(task, environment, policy, limits)
+                _check_length(task, tokens, longest)
             except (TaskError, RequestRefused) as error:
                 text = str(error).removeprefix(f"task {task['id']!r}: ").removeprefix(f"task {task['id']!r} ")
                 raise TaskError(f"{tasks.place(index)}: task {task['id']!r}: {text}") from None
@@ -184,7 +196,7 @@ def longer_prompts(
             if most <= longest:
                 continue
             try:
-                prompt = await _prompt(task, environment, Policy(tokenizer, sampling, 0), limits)
+                prompt, _ = await _prompt(task, environment, Policy(tokenizer, sampling, 0), limits)
             except (TaskError, RequestRefused) as error:
                 raise TaskError(f"{tasks.place(index)}: {error}") from None
             template.setdefault(has_tools, len(prompt))
@@ -195,14 +207,27 @@ def longer_prompts(
     return lengths
 
 
-async def _prompt(task: Task, environment: str, policy: Policy, limits: dict[str, Any]) -> list[int]:
-    """Return the tokens of a task's prompt. Raises TaskError or RequestRefused if it has none, or an answer
-    that the model cannot take.
+def _check_length(task: Task, tokens: int, longest: Mapping[str, int]) -> None:
+    """Raise TaskError if something that reads samples has no room for so many tokens."""
+    for reader, most in longest.items():
+        if tokens > most:
+            raise TaskError(
+                f"task {task['id']!r}: its samples have {tokens} tokens or more, and {reader} has room for "
+                f"{most}; leave the task out, as rollout.max_prompt_tokens does with long prompts"
+            )
+
+
+async def _prompt(
+    task: Task, environment: str, policy: Policy, limits: dict[str, Any]
+) -> tuple[list[int], int]:
+    """Return the tokens of a task's prompt, and how many a sample of it has at least. Raises TaskError or
+    RequestRefused if it has none, or an answer that the model cannot take.
     """
     if environment in _WRITTEN:
         sampling = Sampling(max_tokens=_UNLIMITED)
         samples = await _WRITTEN[environment](task, policy, sampling, **limits)
-        return samples[0].token_ids[samples[0].loss_mask == 0].tolist()
+        most = max(len(sample.token_ids) for sample in samples)
+        return samples[0].token_ids[samples[0].loss_mask == 0].tolist(), most
     beginning, policy = opening(task), policy if environment == "python" else policy.for_task(task)
     if isinstance(beginning, str) and environment != "python":
         prompt = await policy.tokenize_whole(beginning)
@@ -211,7 +236,7 @@ async def _prompt(task: Task, environment: str, policy: Policy, limits: dict[str
             [{"role": "user", "content": beginning}] if isinstance(beginning, str) else beginning
         )
     check_vocabulary(task, prompt, limits["vocabulary"])
-    return prompt
+    return prompt, len(prompt) + 1
 
 
 def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any]) -> Iterator[str]:

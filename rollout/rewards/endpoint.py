@@ -79,6 +79,20 @@ class Endpoint:
                 self._known.popitem(last=False)
             return answer
 
+    async def look(self, url: str, question: Any = None) -> tuple[int, str] | None:
+        """Return the status and the text of one answer, to a GET without a question; None without an answer,
+        which is no error.
+        """
+        import aiohttp
+
+        session, _ = self._opened()
+        method = "GET" if question is None else "POST"
+        try:
+            async with session.request(method, url, json=question, headers=self._headers) as response:
+                return response.status, await response.text(errors="replace")
+        except (TimeoutError, aiohttp.ClientError, ValueError):
+            return None
+
     async def close(self) -> None:
         """Close the connections; the next question opens others."""
         if self._open is not None and self._loop is asyncio.get_running_loop():

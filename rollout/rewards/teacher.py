@@ -3,6 +3,9 @@
 rollout.teacher=http://HOST:PORT/v1,model=NAME
 """
 
+import asyncio
+import contextlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +17,10 @@ from rollout.rewards.served import CONNECTION, connect, parse
 from rollout.trajectory import Sample
 
 _EXCERPT = 60
+_LOOK_S = 10.0
+"""How long a start waits for a teacher, which may be started later."""
+_REFUSALS = {400, 401, 404, 422}
+"""Answers of a server that has read what it was asked, and would answer the same again."""
 _REPLACED = "\ufffd"
 """What stands for a token that is a part of a character."""
 
@@ -24,6 +31,7 @@ class Teacher:
     def __init__(self, name: str) -> None:
         """`name`: the setting rollout.teacher. Raises ValueError, in one line, for one that is wrong."""
         url, parameters = parse(name, {**CONNECTION, "model": str})
+        self._models = f"{url.rstrip('/')}/models"
         self._endpoint: Endpoint = connect(f"{url.rstrip('/')}/completions", parameters, cache=0)
         self._asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         if "model" in parameters:
@@ -56,9 +64,35 @@ class Teacher:
 
         return await self._endpoint.ask({**self._asked, "prompt": ids}, read)
 
+    async def longest(self, largest: int) -> int | None:
+        """Return how many tokens a sample may have for the teacher; None if it does not say, or does not
+        answer now. Raises ValueError if it refuses `largest`, the largest token of the policy's tokenizer.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                question = {**self._asked, "prompt": [largest, largest]}
+                answer = await self._endpoint.look(self._endpoint.url, question)
+                if answer is not None and answer[0] in _REFUSALS:
+                    status, text = answer
+                    raise ValueError(
+                        f"answered {status} to a sample with {largest}, the largest token of the policy's "
+                        f"tokenizer, which a teacher needs as well: {' '.join(text.split()):.200}"
+                    )
+                cards = await self._endpoint.look(self._models) if answer is not None else None
+                with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                    return _longest(json.loads(cards[1] if cards else ""), self._asked.get("model"))
+        return None
+
     async def close(self) -> None:
         """Close the connections."""
         await self._endpoint.close()
+
+
+def _longest(models: Any, name: str | None) -> int | None:
+    """Return the tokens that the model `name` reads, with room for the one that it is made to write."""
+    cards = [card for card in models["data"] if name in (None, card["id"])]
+    lengths = [card["max_model_len"] for card in cards if type(card.get("max_model_len")) is int]
+    return max(lengths) - 1 if lengths else None
 
 
 def _check_text(tokens: Sequence[str], sample: Sample) -> None:

@@ -27,7 +27,10 @@ from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from rollout.tasks.task_set import load_tasks
 from tests.models import write_model
+from tests.rollout.environments.test_trial import model_of
+from tests.rollout.rewards.test_served import Served, served
 
+__all__ = ["served"]
 CHAT = {"messages": [{"role": "user", "content": "1+2?"}], "answer": "3"}
 
 
@@ -381,6 +384,43 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     refusals.look_at_text(
         settings, model, loaded, None, {}, Vllm(settings.engine, 0)
     )  # which may know another one
+
+
+def looked_at(tmp_path: Path, served: Served, given: dict[str, Any], letters: int) -> str:
+    """The line with which a task is refused, for a model with a context of 200 tokens."""
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "x" * letters, "answer": "1"})
+    url = {key: f"{served.url}/v1" for key in ["rollout.teacher"] if "trainer.algorithm" in given}
+    settings = loading.build({"model": str(model_of(tmp_path / "model")), "tasks": tasks, **url, **given})
+    loaded = load_tasks(tasks, seed=0, split="train")
+    with pytest.raises(SettingsError) as refused:
+        refusals.look_at_text(settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+TAUGHT = {"trainer.algorithm": "distill", "rollout.max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "status", "reason"),
+    [
+        (
+            TAUGHT,
+            41,
+            200,
+            r"t\.jsonl:1: task '1': its samples have 41 tokens or more, and .*/v1 has room for 40",
+        ),
+        (TAUGHT, 9, 200, r"rollout.max_tokens=8 leaves no room for a prompt: rollout.teacher=.* reads 8"),
+        (TAUGHT, 99, 400, "rollout.teacher=.*: answered 400 to a sample with 262, the largest token"),
+        ({}, 99, 200, "its samples have 201 tokens or more, and --model .* for 200"),
+    ],
+)
+def test_what_teacher_or_model_cannot_read_is_refused(
+    tmp_path: Path, served: Served, given: dict[str, Any], context: int, status: int, reason: str
+) -> None:
+    served.models = {"data": [{"id": "t", "max_model_len": context}]}
+    served.answers = [status if status >= 400 else {}]
+    assert re.search(reason, looked_at(tmp_path, served, given, 40 if "trainer.algorithm" in given else 200))
 
 
 # ---- pictures

@@ -113,6 +113,22 @@ def test_what_the_model_cannot_take_is_an_error_that_names_the_task(
         tried(tmp_path, task, environment, **model)
 
 
+@pytest.mark.parametrize(("environment", "tokens"), [("single_turn", 401), ("demonstration", 402)])
+def test_task_that_something_has_no_room_for_is_an_error_that_names_the_task(
+    tmp_path: Path, environment: str, tokens: int
+) -> None:
+    path = write_lines(
+        tmp_path / "tasks.jsonl", {"prompt": "a", "answer": "7"}, {"prompt": LONG, "answer": "7"}
+    )
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model")
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 400, "eos_token_id": 3}))
+    reader = LocalTokenizer(directory)
+    assert try_tasks(tasks, environment, directory, Sampling(), reader, {"x=1": tokens, "y=2": 900}) == []
+    with pytest.raises(TaskError, match=rf"jsonl:2: task '2': .* {tokens} tokens or more, and x=1 has room"):
+        try_tasks(tasks, environment, directory, Sampling(), reader, {"y=2": 900, "x=1": tokens - 1})
+
+
 CALL = {"function": {"name": "add", "arguments": "{}"}}
 TALK = [
     {"role": "system", "content": "be kind"},

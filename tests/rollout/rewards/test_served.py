@@ -27,6 +27,7 @@ class Served:
         self.now = self.most = 0
         self.delay_s = 0.0
         self.url = ""
+        self.models: Any = {"data": []}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.now += 1
@@ -40,6 +41,9 @@ class Served:
             return web.Response(status=answer, text="not\nnow")
         return web.Response(text=answer) if isinstance(answer, str) else web.json_response(answer)
 
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self.models)
+
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
@@ -49,6 +53,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     async def main() -> None:
         app = web.Application()
         app.router.add_post("/{path:.*}", made.handle)
+        app.router.add_get("/v1/models", made.list_models)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

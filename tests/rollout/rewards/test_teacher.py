@@ -101,6 +101,41 @@ def test_setting_that_is_wrong_is_named(name: str, why: str) -> None:
         Teacher(name)
 
 
+def longest_sample(name: str) -> int | None:
+    async def ask() -> int | None:
+        teacher = Teacher(name)
+        try:
+            return await teacher.longest(9)
+        finally:
+            await teacher.close()
+
+    return asyncio.run(ask())
+
+
+BIG, SMALL = {"id": "big", "max_model_len": 33}, {"id": "small", "max_model_len": 9}
+
+
+@pytest.mark.parametrize(
+    ("answers", "models", "longest"),
+    [
+        ([GOOD], {"data": [BIG, SMALL]}, 32),
+        ([GOOD], {"data": [SMALL, {"id": "big", "max_model_len": None}]}, None),
+        ([GOOD], "no models", None),
+        ([503], {"data": [BIG]}, 32),
+    ],
+)
+def test_teacher_is_asked_how_long_a_sample_may_be(
+    served: Served, answers: list[Any], models: Any, longest: int | None
+) -> None:
+    served.answers, served.models = answers, models
+    assert longest_sample(f"{served.url}/v1,model=big") == longest
+    assert served.asked[0][1]["prompt"] == [9, 9]
+
+
+def test_teacher_that_is_not_there_yet_is_not_refused() -> None:
+    assert longest_sample("http://127.0.0.1:1/v1") is None
+
+
 def told(logprob: float) -> dict[str, Any]:
     """Of a sample of FakeClient: one token of the prompt, one that is trained, which is the slot's text."""
     return {"choices": [{"prompt_logprobs": [None, {"4": {"logprob": logprob}}]}]}

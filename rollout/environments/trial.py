@@ -18,7 +18,7 @@ from typing import Any
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.marks import read_marks
-from rollout.engines.model_facts import most_tokens, template_text, vocabulary_size
+from rollout.engines.model_facts import most_tokens, placeholder, template_text, vocabulary_size
 from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.left_out import template_warnings
 from rollout.environments.policy import Policy, opening
@@ -60,8 +60,12 @@ class _Look:
     """Whether it lacks tokens that were not added: any text may have them."""
     template: str
     """All text that may be a chat template of the model."""
+    placeholder: str | None
+    """What stands for a picture, which words cannot write."""
     shapes: dict[Any, int] = field(default_factory=dict)
     suspects: list[int] = field(default_factory=list)
+    in_place: list[int] = field(default_factory=list)
+    """The tasks that hold the placeholder in their words."""
     in_words: dict[str, list[int]] = field(default_factory=dict)
     """By mark: the tasks with messages that hold it in their words."""
 
@@ -83,10 +87,17 @@ def try_tasks(
     contexts = [*longest.values(), *([] if most_of_model is None else [most_of_model])]
     marks = {token: text for text, token in known.ids.items()}
     most = math.inf if rows is None else rows
-    lacking = [text for text, token in {**known.ids, **known.others}.items() if token >= most]
-    template = template_text(model_dir)
-    look = _Look(marks, min(contexts, default=None), lacking, known.words > most, template)
+    added, template = {**known.ids, **known.others}, template_text(model_dir)
+    lacking = [text for text, token in added.items() if token >= most]
+    place = placeholder(model_dir)
+    picture = next((text for text, token in added.items() if token == place), None)
+    look = _Look(marks, min(contexts, default=None), lacking, known.words > most, template, picture)
     _look(tasks.tasks, look)
+    if look.in_place:
+        raise TaskError(
+            f"{tasks.place(look.in_place[0])}: its words hold {picture}, which stands for a picture in this "
+            "model, and no picture is there; give the picture in `images`, or take it out of the words"
+        )
     warnings = [
         f"{tasks.place(those[0])}: its words hold {mark}, which the tokenizer reads as a special token"
         + (f"; so do those of {len(those) - 1} other tasks" if len(those) > 1 else "")
@@ -156,6 +167,10 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
         shape = (holds, bool(task.get("tools")), frozenset((m.get("role"), *sorted(m)) for m in messages))
         if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:
             look.shapes[shape] = index
+        if look.placeholder and any(
+            look.placeholder in text for text in [*words, *fields, str(task.get("tools", ""))]
+        ):
+            look.in_place.append(index)
         is_long = look.context is not None and _most_tokens(task, messages, fields) > look.context
         if (
             is_long

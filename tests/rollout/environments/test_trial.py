@@ -129,6 +129,32 @@ def test_task_that_something_has_no_room_for_is_an_error_that_names_the_task(
         try_tasks(tasks, environment, directory, Sampling(), reader, {"y=2": 900, "x=1": tokens - 1})
 
 
+@pytest.mark.parametrize(
+    ("task", "environment"),
+    [
+        ({"prompt": "What is in <late>?"}, "single_turn"),
+        ({"messages": [{"role": "user", "content": "What is in <late>?"}]}, "single_turn"),
+        ({"messages": [{"role": "user", "content": "hi"}], "answer": "see <late>"}, "demonstration"),
+    ],
+)
+def test_place_of_a_picture_in_words_is_an_error_that_names_the_task(
+    tmp_path: Path, task: dict[str, Any], environment: str
+) -> None:
+    path = write_lines(tmp_path / "tasks.jsonl", {**task, "id": "odd"})
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+
+    def look(token: int) -> list[str]:
+        seeing = {**config, "model_type": "llava", "image_token_index": token}
+        (directory / "config.json").write_text(json.dumps(seeing))
+        return try_tasks(tasks, environment, directory, Sampling(), LocalTokenizer(directory))
+
+    look(262)
+    with pytest.raises(TaskError, match=r"jsonl:1: its words hold <late>, which stands for a picture"):
+        look(261)
+
+
 CALL = {"function": {"name": "add", "arguments": "{}"}}
 TALK = [
     {"role": "system", "content": "be kind"},

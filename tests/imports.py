@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from coordinator.machine import keeper
 from coordinator.machine.children import FORKS, PROGRAMS, Children
 from trainer.job import forks
 
@@ -16,9 +17,14 @@ from trainer.job import forks
 @cache
 def _children() -> Children:
     children = Children()
-    (children.spool / "groups").mkdir()
     atexit.register(children.close)
     return children
+
+
+@cache
+def _groups() -> str:
+    """Make a directory for the groups of forks, which the keeper ends if this process is killed."""
+    return str(_children().new_spool("forked") / keeper.PGID_DIR)
 
 
 @cache
@@ -37,6 +43,8 @@ def shared_imports() -> Mapping[str, str]:
 
 def forked(argv: Sequence[str]) -> list[str]:
     """Return the command of a client that stands for an engine, if it can be a fork; else its own."""
-    if not forks.is_program(argv, PROGRAMS[FORKS]) or not (socket := shared_imports().get(FORKS)):
+    is_program = forks.is_program(argv, PROGRAMS[FORKS])
+    assert is_program or not {*argv} & {*PROGRAMS[FORKS]}, f"nodes type it otherwise: {argv}"
+    if not is_program or not (socket := shared_imports().get(FORKS)):
         return [*argv]
-    return forks.client(socket, str(_children().spool / "groups"), argv)
+    return forks.client(socket, _groups(), argv)

@@ -87,7 +87,7 @@ def serving(model: Path, log: Path) -> Iterator[str]:
 
 
 def _serve(model: Path, url: str, log: Path) -> "subprocess.Popen[bytes]":
-    program = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", str(model)]
+    program = [sys.executable, "-P", "-m", "rollout.engines.embedded.server", "--model", str(model)]
     command = [
         *program,
         "--port",

@@ -32,7 +32,7 @@ class RunningServer:
 
 
 def start_server(model_dir: Path, *arguments: str) -> RunningServer:
-    command = [sys.executable, "-m", "rollout.engines.embedded.server", "--model", str(model_dir)]
+    command = [sys.executable, "-P", "-m", "rollout.engines.embedded.server", "--model", str(model_dir)]
     command += [] if "--uds" in arguments else ["--port", "0"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(forked([*command, *arguments]), env=env, stdout=subprocess.PIPE, text=True)

@@ -18,10 +18,13 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if importlib.util.find_spec("hypothesis"):  # the environment with TRL has none
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        # No test times its examples: on a busy machine one takes longer than hypothesis allows.
-        settings.register_profile("flagpost", deadline=None)
+        # No test times its examples: on a busy machine one takes longer than hypothesis allows. Each run
+        # tries the same ones: what fails fails again.
+        settings.register_profile(
+            "flagpost", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        )
         settings.load_profile("flagpost")
 
 

@@ -26,7 +26,7 @@ from typing import Self, overload
 _numbers = itertools.count()
 DECOY = "172.17.0.1/16"
 """What docker0 has on every host."""
-SETTLE_S = 5.0
+SETTLE_S = 60.0
 """How long the kernel may take to bring a link up, and killed processes to leave a namespace."""
 
 
@@ -156,7 +156,7 @@ def _empty(host: Host) -> None:
 
 
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise NetnsError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
     return done.stdout
@@ -173,7 +173,7 @@ def unavailable() -> str | None:
         return "network namespaces need root"
     try:
         with Hosts(1) as hosts:
-            subprocess.run(hosts[0].argv(["true"]), check=True, capture_output=True, text=True, timeout=30)
+            subprocess.run(hosts[0].argv(["true"]), check=True, capture_output=True, text=True, timeout=60)
     except subprocess.CalledProcessError as error:
         return f"network namespaces do not work here: {error.stderr.strip()}"
     except NetnsError as error:

@@ -200,7 +200,7 @@ def test_machine_that_does_not_see_the_directory_is_named(
     assert f"rank 1 ({os.uname().nodename}) does not see what rank 0" in launcher.said
     assert "mount the shared directory there, at the same path" in launcher.said
     blind.terminate()
-    blind.wait(20)
+    blind.wait(60)
 
 
 @pytest.mark.skipif(netns.unavailable() is not None, reason=str(netns.unavailable()))

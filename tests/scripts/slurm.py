@@ -30,8 +30,8 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue", "munged")
 GPUS = 8
 """What each node says it has: plain files stand for the devices."""
-START_S = 20.0
-STOP_S = 10.0
+START_S = 60.0
+STOP_S = 60.0
 REQUEUE_S = 5
 """How long a job that was queued again waits at least; 120 s where it is not set, 5 s at least."""
 

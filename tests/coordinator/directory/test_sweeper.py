@@ -31,7 +31,7 @@ def test_nobody_waits_for_a_slow_filesystem_and_a_node_that_ends_leaves_nothing(
     answers, remove = threading.Event(), files.remove
 
     def slow(path: Path) -> None:
-        assert answers.wait(20)
+        assert answers.wait(60)
         remove(path)
 
     monkeypatch.setattr(files, "remove", slow)
@@ -47,7 +47,7 @@ def test_end_does_not_wait_for_a_filesystem_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, sweeper = threading.Event(), Sweeper()
-    monkeypatch.setattr(files, "remove", lambda _path: answers.wait(20))
+    monkeypatch.setattr(files, "remove", lambda _path: answers.wait(60))
     monkeypatch.setattr(sweeper_module, "CLOSE_TIMEOUT_S", 0.1)
     sweeper.sweep(made(tmp_path, "a"))
     sweeper.close()

@@ -199,15 +199,15 @@ def test_a_filesystem_that_refuses_locks_keeps_two_processes_apart_all_the_same(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("fcntl.flock", refuse)
     first, second = host_lock("x"), host_lock("x")
-    assert acquire(first, lambda: None, 1.0)
+    assert acquire(first, lambda: None, 60.0)
     assert not acquire(second, lambda: None, 0.5)
     assert if_stale(second) == f"; if nothing runs, remove {second.lock_file}"
     first.release()
-    assert acquire(second, lambda: None, 1.0)
+    assert acquire(second, lambda: None, 60.0)
     second.release()
     monkeypatch.setattr(module, "EMPTY_S", 0.1)
     Path(second.lock_file).touch()  # its holder was killed before it had written its pid
-    assert acquire(host_lock("x"), lambda: None, 1.0)
+    assert acquire(host_lock("x"), lambda: None, 60.0)
     assert any("locks are refused" in line for line in oddities())
 
 

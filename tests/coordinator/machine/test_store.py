@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,6 +418,14 @@ def disk(local: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
+def until_the_clock_goes_on(directory: Path) -> None:
+    """Wait until a file of now is newer than one of before: a filesystem's clock may be coarse."""
+    (mark := directory / "mark").touch()
+    before = mark.stat().st_mtime_ns
+    while mark.stat().st_mtime_ns == before:
+        mark.touch()
+
+
 def test_copies_that_no_process_uses_go_the_least_recently_used_first(
     model: Callable[[str], Path], local: Path, disk: SimpleNamespace
 ) -> None:
@@ -428,11 +435,11 @@ def test_copies_that_no_process_uses_go_the_least_recently_used_first(
         store = Store(str(local))
         copied.append(hold(store, source))
         if source == sources[1]:
-            time.sleep(0.01)  # a coarse clock of the filesystem
+            until_the_clock_goes_on(local)
             hold(store, sources[0])  # used again: now b is the oldest
         for descriptor in store._held.values():  # as the end of a process does
             os.close(descriptor)
-        time.sleep(0.01)
+        until_the_clock_goes_on(local)
     copied.append(hold(Store(str(local)), sources[3]))
     assert [path.is_dir() for path in copied] == [True, False, True, True]
 

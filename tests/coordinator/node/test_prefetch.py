@@ -29,7 +29,7 @@ from rollout.storage import delta, files
 from rollout.storage.files import unheard
 from tests.coordinator.examples import run_dir_at, write_checkpoint
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture

@@ -566,7 +566,7 @@ AWAY = ("EROFS", "EIO", "ENOSPC", "ENOENT")
 
 @pytest.mark.parametrize("number", [getattr(errno, name) for name in AWAY], ids=AWAY)
 def test_node_without_its_own_beat_ends_training_and_comes_back_as_another_incarnation(
-    make: Make, monkeypatch: pytest.MonkeyPatch, number: int
+    make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     watching = make(7, ClusterSettings(num_nodes=8, beat_s=0.01, node_timeout_s=1.5))
     watching.begin(0, 2)
@@ -579,8 +579,9 @@ def test_node_without_its_own_beat_ends_training_and_comes_back_as_another_incar
     assert watching.fence.wait_until_back(60.0)
     assert watching.heart.renew() and watching.incarnation == 2
     watching.fence.reset()
-    time.sleep(2.0)  # longer than node_timeout
-    assert not watching.fence.tripped
+    until(lambda: beats(run_dir, rank=7)[-1].incarnation == 2)
+    watching.fence.trip("it waits for another beat")
+    assert watching.fence.wait_until_back(60.0), "the new incarnation knows its own"
 
 
 def test_fence_trips_while_every_call_on_the_directory_hangs(

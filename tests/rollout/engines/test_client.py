@@ -256,13 +256,13 @@ def test_refusals_that_come_while_the_context_is_read_are_asked_again_too() -> N
         port = server.sockets[0].getsockname()[1]
         async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
             asks = (client.generate([3], Sampling(max_tokens=20)) for _ in range(2))
-            return await asyncio.wait_for(asyncio.gather(*asks), 20)
+            return await asyncio.wait_for(asyncio.gather(*asks), 60)
 
     assert [len(completions) for completions in asyncio.run(main())] == [1, 1]
 
 
 def test_waiting_for_an_engine_ends_at_its_deadline_or_when_it_answers(server: RunningServer) -> None:
-    EngineAdmin(server.url).wait_healthy(1, alive=lambda: True)
+    EngineAdmin(server.url).wait_healthy(60, alive=lambda: True)
     with pytest.raises(EngineError, match=r"did not become healthy within 0\.2 s"):
         EngineAdmin(f"http://127.0.0.1:{unused_port()}").wait_healthy(0.2, alive=lambda: True)
 

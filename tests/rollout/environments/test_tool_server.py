@@ -70,10 +70,10 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
         served.should_exit = True
-        thread.join(20)
+        thread.join(60)
 
 
-def asked(server: str | list[str], *calls: tuple[str, dict[str, Any]], timeout_s: float = 20.0) -> list[str]:
+def asked(server: str | list[str], *calls: tuple[str, dict[str, Any]], timeout_s: float = 60.0) -> list[str]:
     async def ask() -> list[str]:
         async with tool_server(server, timeout_s) as opened:
             return [await opened.call(name, arguments) for name, arguments in calls]
@@ -147,7 +147,7 @@ def test_server_behind_a_url_that_ends_is_an_error_of_the_environment(tmp_path: 
 
     async def ask() -> None:
         url = f"http://127.0.0.1:{port}/mcp"
-        for _ in range(300):
+        for _ in range(600):
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break

@@ -78,7 +78,7 @@ def soon(ready: Callable[[], bool], then: Callable[[], Any]) -> None:
     """Do something once `ready()`, beside the launcher."""
 
     def run() -> None:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 60.0
         while not ready() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         then()

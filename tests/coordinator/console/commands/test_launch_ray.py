@@ -180,7 +180,7 @@ class Rank:
         self.node.tell("go")
 
     def until(self, ready: Callable[[], Any]) -> None:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 60.0
         while not ready():
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -311,7 +311,7 @@ def test_is_death(code: int | None, death: bool) -> None:
 def lines_of(relay: Relay, argv: Sequence[str], words: Sequence[str] = ()) -> tuple[list[str], int]:
     relay.start(argv)
     lines: list[str] = []
-    deadline_s = time.monotonic() + 30.0
+    deadline_s = time.monotonic() + 60.0
     while time.monotonic() < deadline_s:
         new, code = relay.exchange(words, 0.1)
         words = ()

@@ -31,6 +31,7 @@ def test_workers_do_not_wait_for_a_master_that_cannot_start(
 ) -> None:
     ends = f"raise SystemExit({int(code)})" if code > 0 else f"import os; os.kill(os.getpid(), {-code})"
     master = subprocess.Popen([sys.executable, "-c", ends])
+    master.wait(60)  # the looks below are to be those of the wait that follows
     monkeypatch.setattr(local, "GRACE_S", 1.0)
     nodes: Any = [master, waiting]
     interrupts: Any = SimpleNamespace(has_new=lambda: False, end_all=False)
@@ -54,7 +55,7 @@ def test_interrupt_ends_the_other_nodes_when_the_master_has_ended(
     master.wait()
     nodes: Any = [master, waiting]
     interrupts: Any = SimpleNamespace(has_new=lambda: True, end_all=False)
-    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _s: waiting.wait(20)))
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _s: waiting.wait(60)))
     assert local.follow(nodes, interrupts) == [4, -signal.SIGTERM]
 
 

@@ -67,9 +67,9 @@ def serving(root: Path, **more: Any) -> Iterator[Served]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert began.wait(20)
+        assert began.wait(60)
         yield Served(ports[0], root)
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(20)
+        thread.join(60)
         loop.close()

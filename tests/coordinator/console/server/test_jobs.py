@@ -165,7 +165,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def until(ready: Any) -> Any:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not (value := ready()):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -227,7 +227,7 @@ def test_start_that_is_stopped_before_it_begins_never_does(job: Job) -> None:
         str(job.start().folder),
         str(job.directory),
     ]
-    subprocess.run([*runner, "touch", str(job.folder / "started")], check=True, timeout=30)
+    subprocess.run([*runner, "touch", str(job.folder / "started")], check=True, timeout=60)
     assert not (job.folder / "started").exists()
     assert (job.start().exit_code(), job.state(None, 0)) == (130, "stopped")
 

@@ -61,7 +61,7 @@ def beat(job: jobs.Job, **said: Any) -> None:
     last.unlink()
 
 
-def until(browser: Browser, expression: str, timeout_s: float = 15.0) -> Any:
+def until(browser: Browser, expression: str, timeout_s: float = 60.0) -> Any:
     deadline_s = time.monotonic() + timeout_s
     while not (value := browser.value(expression)):
         assert time.monotonic() < deadline_s, f"{expression}: {browser.value('document.body.innerText')}"

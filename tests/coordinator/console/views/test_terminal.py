@@ -214,7 +214,7 @@ class Terminal:
 
     def close(self) -> None:
         self.file.close()
-        self._thread.join(5.0)
+        self._thread.join(60.0)
         os.close(self._reading)
 
     def screen(self) -> list[str]:
@@ -234,7 +234,7 @@ class Terminal:
         return lines[:row]
 
     def until(self, ready: Callable[[list[str]], Any]) -> list[str]:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 60.0
         while time.monotonic() < deadline_s:
             time.sleep(0.01)
             if ready(self.written.splitlines()):
@@ -419,7 +419,7 @@ def test_terminal_that_has_gone_ends_the_view_alone(terminal: Terminal, readings
     with LiveView(ROOT, terminal.file) as shown:
         terminal.until(has("16/64"))
         terminal.file.close()
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 60.0
         with pytest.raises(ValueError):
             while time.monotonic() < deadline_s:  # until the view has noticed
                 shown.say("nobody reads it\n")

@@ -160,4 +160,4 @@ def test_client_that_goes_away_takes_its_rows_along(server: RunningServer) -> No
             connection.recv(1)
     started = time.monotonic()
     assert complete(server, prompt="1", max_tokens=2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60

@@ -8,7 +8,7 @@ config.json, or transformers would look for the base model's weights beside it.
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ ALL_LINEAR = "all-linear"
 ROUTERS = r"(.*\.)?(router|gate)(\..*)?"
 """Names, in transformers, of modules that choose experts and of what is in them. A trained router sends
 tokens to other experts than the engine's, which rounds otherwise, and engines load no adapter for it."""
+_REPR = re.compile(r"Target module (\w+)\(.*\) is not supported\..*", re.DOTALL)
+"""How peft says, over as many lines as a module has, that it is of a wrong kind."""
 ADAPTER = "default"
 """peft's own name of the adapter."""
 
@@ -47,6 +49,8 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
 
     targets = [target for target in (part.strip() for part in settings.targets.split(",")) if target]
     everywhere = targets == [ALL_LINEAR]
+    if not everywhere:
+        _check_targets(model, targets, settings.targets)
     routers = everywhere and any(
         isinstance(module, torch.nn.Linear) and re.fullmatch(ROUTERS, name)
         for name, module in model.named_modules()
@@ -70,13 +74,21 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
         try:
             wrapped = get_peft_model(model, config)
         except ValueError as error:
-            raise LoraError(f"trainer.lora.targets={settings.targets}: {error}") from error
-    for target in targets:
-        if target != ALL_LINEAR and not any(
-            f".{name}".endswith(f".{target}") for name in wrapped.targeted_module_names
-        ):
-            raise LoraError(f"trainer.lora.targets={settings.targets}: the model has no module {target}")
+            reason = _REPR.sub(r"\1 can have no adapter; name modules inside it, or others", str(error))
+            raise LoraError(f"trainer.lora.targets={settings.targets}: {reason}") from error
     return wrapped
+
+
+def _check_targets(model: Any, targets: Sequence[str], shown: str) -> None:
+    """Raise LoraError for a target that names no module."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear = sorted({name.split(".")[-1] for name, m in modules.items() if isinstance(m, torch.nn.Linear)})
+    for target in targets or [""]:
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            raise LoraError(
+                f"trainer.lora.targets={shown}: the model has no module {target!r}; {ALL_LINEAR} alone means "
+                f"all linear layers, and these are called {', '.join(linear)}"
+            )
 
 
 def load_adapter(wrapped: Any, directory: Path) -> None:

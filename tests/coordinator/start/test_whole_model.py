@@ -124,7 +124,13 @@ def test_model_that_transformers_does_not_know_is_refused(
 def test_adapters_that_the_model_cannot_have_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = make_model(tmp_path / "model", seed=0)
-    for targets, reason in (("q_proj,typo", "the model has no module typo"), ("norm", "is not supported")):
+    for targets, reason in (
+        ("q_proj,typo", "the model has no module 'typo'; .* called down_proj, .*v_proj$"),
+        ("all-linear,q_proj", "the model has no module 'all-linear'; all-linear alone means all"),
+        ("norm", "Qwen3RMSNorm can have no adapter; name modules inside it, or others$"),
+        ("self_attn", "Qwen3Attention can have no adapter; name modules inside it, or others$"),
+        (",", "the model has no module ''"),
+    ):
         with pytest.raises(SettingsError, match=reason) as refused:
             check(model, **{"trainer.lora.rank": 2, "trainer.lora.targets": targets})
         assert str(refused.value).startswith(f"trainer.lora.targets={targets}: ")

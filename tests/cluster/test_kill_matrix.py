@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.directory.layout import MASTER
 from coordinator.protocol.phases import Phase
-from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.cluster import Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.cluster.small_run import ITERATIONS, arguments, results
 
@@ -145,25 +145,3 @@ def test_both_nodes_killed_at_once_come_back(
     assert [line["iteration"] for line in cluster.metrics()] == list(range(1, ITERATIONS + 1))
     assert kept and lost_groups(cluster.run_dir, kept) == repeated_groups(cluster.run_dir) == []
     assert results(cluster) == undisturbed
-
-
-def test_nodes_killed_in_mid_rollout_come_back(cluster: Cluster, engine_url: str) -> None:
-    dead = (0, 2)
-    settings = [*FAST, "rollout.tasks_per_iteration=24", "rollout.concurrency=4", "cluster.node_timeout_s=4"]
-    settings += ["rollout.environment=tests.cluster.plugins:slow", "--rl-phase", "rollout"]
-    master = ["--num-nodes", "3", "--iterations", "1", "--engine-url", engine_url, *settings]
-    cluster.start(0, *master)
-    for rank in (1, 2):
-        cluster.start(rank)
-    cluster.until(lambda: len(durable_parts(cluster.run_dir)) >= 3, "the first parts")
-    for rank in dead:
-        cluster.kill(rank)
-    for rank in dead:
-        cluster.nodes[rank].wait()
-    kept = durable_parts(cluster.run_dir)
-    assert not cluster.run_dir.manifest("train", 1).exists(), "the rollout was still going on"
-    for rank in dead:
-        cluster.start(rank, *([] if rank else master))
-    assert cluster.wait() == [0, 0, 0], cluster.everything_said()
-    assert lost_groups(cluster.run_dir, kept) == repeated_groups(cluster.run_dir) == []
-    assert sorted(cluster.groups(1)) == list(range(24))

@@ -90,7 +90,7 @@ def test_server_killed_at_random_moments_starts_a_job_once_and_loses_nothing(
     assert not failures
     for name in names:
         job = serving.server.job(name)
-        assert job.wait(120) == "finished", "".join(job.logs(50))
+        assert job.wait(240) == "finished", "".join(job.logs(50))
         assert [line["iteration"] for line in job.metrics()] == [1, 2]
         folder = tmp_path / "jobs" / name / "job"
         assert sorted(os.listdir(folder)) == ["files", "job.json", "start_0001"]
@@ -125,7 +125,7 @@ def test_job_of_a_client_with_nothing_but_one_file(
     assert "to send yours: --upload sums.jsonl" in client("submit", *given, code=2)
     assert client("submit", "--upload", "sums.jsonl", *given) == "sums\n"
     job = serving.server.job("sums")
-    cluster.until(lambda: len(job.metrics()) >= 2, "two iterations", 90)
+    cluster.until(lambda: len(job.metrics()) >= 2, "two iterations")
     assert "running" in client("jobs") and "rank 0" in client("logs", "sums", "-n", "5")
     assert client("logs", "sums", "--rank", "1").startswith("==> logs/rank_0001/")
     assert "it ends after what it has begun" in client("stop", "sums")
@@ -133,9 +133,9 @@ def test_job_of_a_client_with_nothing_but_one_file(
     assert "other options or files" in client("submit", "--name", "sums", "--iterations", "3", code=2)
     assert client("resume", "sums").strip() in {"submitted", "gathering"}
     before = job.metrics()[-1]["iteration"]
-    cluster.until(lambda: job.metrics()[-1]["iteration"] > before, "another iteration", 60)
+    cluster.until(lambda: job.metrics()[-1]["iteration"] > before, "another iteration")
     client("stop", "--now", "sums")
-    assert job.wait(120) == "stopped" and job.status()["start"] == 2
+    assert job.wait(240) == "stopped" and job.status()["start"] == 2
     _fetch_and_compare(client, serving, laptop / "model", RunDir(tmp_path / "jobs" / "sums"))
     assert client("fetch", "sums", "-o", "page", "--report").strip() == "page/report.html"
     assert "sums" in (laptop / "page" / "report.html").read_text()
@@ -155,7 +155,7 @@ def _fetch_and_compare(client: Callable[..., str], serving: Serving, out: Path, 
 
 def test_job_waits_for_its_turn_and_may_be_stopped_before(serving: Serving, cluster: Cluster) -> None:
     first = serving.server.submit([*OPTIONS, "--iterations", "1000"], name="first")
-    cluster.until(lambda: first.status()["state"] == "running", "the first job", 60)
+    cluster.until(lambda: first.status()["state"] == "running", "the first job")
     second = serving.server.submit([*OPTIONS, "--iterations", "1"], name="second")
     third = serving.server.submit([*OPTIONS, "--iterations", "1"], name="third")
     assert second.stop()["state"] == "stopped" and third.status()["state"] == "submitted"
@@ -163,8 +163,8 @@ def test_job_waits_for_its_turn_and_may_be_stopped_before(serving: Serving, clus
     serving.start()
     assert first.status()["state"] == "running"
     first.stop()
-    assert first.wait(120) == "stopped"
-    assert third.wait(120) == "finished" and second.status()["state"] == "stopped"
+    assert first.wait(240) == "stopped"
+    assert third.wait(240) == "finished" and second.status()["state"] == "stopped"
     with pytest.raises(ServerError, match="no checkpoint of iteration 7; there are checkpoints of 1"):
         third.fetch("nowhere", 7)
     assert "nothing to do" in third.cleanup(2)
@@ -184,7 +184,7 @@ def test_module_of_a_client_is_loaded_where_the_server_takes_code(tmp_path: Path
         job = served.server.submit(options, [mine], "mine")
         assert job.status()["files"] == ["mine_of_the_tests.py"]
         assert "--reward=mine_of_the_tests:digits" in job.status()["options"]
-        assert job.wait(120) == "finished", "".join(job.logs(50))
+        assert job.wait(240) == "finished", "".join(job.logs(50))
         taken = tmp_path / "laptop" / "json.py"
         taken.write_text("")
         with pytest.raises(ServerError, match=r"file json\.py: the server has a module of this name"):

@@ -8,17 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rollout.storage.delta import delta_name
 from tests.cluster.cluster import FAST, Cluster, token_ids
-from tests.cluster.conftest import SEPARATE
+from tests.cluster.faults import AGENT, TRAINER_RANK, children
 from tests.faultfs import FaultFs, unavailable
+from tests.processes import is_schedulable
 
 FAULTS: dict[str, dict[str, Any]] = {
     "stale attributes, absences and listings": {"attributes_s": 1.0, "negative_s": 1.0, "listing_s": 1.0},
@@ -55,27 +54,29 @@ class Nodes:
             given = () if rank else ("--num-nodes", f"{len(self.shared.mounts)}", *arguments)
             self.cluster.start(rank, *given, root=mount.path / "run")
 
-    def parts(self, rank: int) -> list[Path]:
-        """The parts that `rank` has published in iteration 1."""
-        return sorted(self.cluster.run_dir.trajectories("train", 1).glob(f"r{rank:04d}.*.safetensors"))
+    def parts(self, rank: int, iteration: int = 1) -> list[Path]:
+        """The parts that `rank` has published."""
+        return sorted(
+            self.cluster.run_dir.trajectories("train", iteration).glob(f"r{rank:04d}.*.safetensors")
+        )
 
     def said(self) -> str:
         return self.cluster.everything_said()
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, cache: Path, separate: bool) -> Iterator[Nodes]:
-    with mounted(tmp_path, cache, 2, separate) as nodes:
+def nodes(tmp_path: Path, cache: Path) -> Iterator[Nodes]:
+    with mounted(tmp_path, cache, 2) as nodes:
         yield nodes
 
 
 @contextmanager
-def mounted(tmp_path: Path, cache: Path, number: int, separate: bool = False) -> Iterator[Nodes]:
+def mounted(tmp_path: Path, cache: Path, number: int) -> Iterator[Nodes]:
     """A cluster of `number` nodes with a mount each; its processes are ended, and its mounts removed."""
     if reason := unavailable():
         pytest.skip(reason)
     with FaultFs(tmp_path / "fs", number) as shared:
-        cluster = Cluster(shared.backing / "run", cache, tmp_path, separate)
+        cluster = Cluster(shared.backing / "run", cache, tmp_path)
         try:
             yield Nodes(shared, cluster)
         finally:
@@ -173,20 +174,6 @@ def test_disk_that_stays_full_ends_the_run_and_the_same_command_resumes_it(
     assert all(path.read_bytes() == data for path, data in kept.items())
 
 
-def test_run_goes_on_when_a_full_disk_has_space_again(nodes: Nodes, engine_url: str) -> None:
-    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
-    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
-    kept = {path: path.read_bytes() for rank in (0, 1) for path in nodes.parts(rank)}
-    nodes.shared.set(full=True)
-    said = [partial(nodes.cluster.output, rank) for rank in (0, 1)]
-    nodes.cluster.until(lambda: all("it leaves the epoch, its engine" in say() for say in said), "the fences")
-    assert all("No space left on device (0.0 of" in say() for say in said)
-    nodes.shared.set(full=False)
-    assert nodes.cluster.wait() == [0, 0], nodes.said()
-    assert sorted(nodes.cluster.groups(1)) == list(range(24))
-    assert all(path.read_bytes() == data for path, data in kept.items())
-
-
 def test_what_is_over_its_quota_is_waited_for(nodes: Nodes) -> None:
     """The samples of an iteration, then what is trained from them, then the checkpoint."""
     folders = ("train_trajectories", "batches", "checkpoints")
@@ -205,36 +192,60 @@ def test_what_is_over_its_quota_is_waited_for(nodes: Nodes) -> None:
     assert sorted(epochs) == ["e0001.epoch.json", "e0002.epoch.json", "e0003.epoch.json"], nodes.said()
 
 
-def test_nobody_is_lost_when_the_filesystem_stalls_for_all(nodes: Nodes, engine_url: str) -> None:
-    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
-    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
+def test_nodes_go_on_by_themselves_after_whatever_happened_to_their_mounts(
+    nodes: Nodes, engine_url: str
+) -> None:
+    """One trouble in each iteration: a stall for all, a frozen mount, one that is read-only, a full disk."""
+    nodes.start(*rollout(engine_url, *SLOW, iterations=4))
+    started = [nodes.cluster.nodes[rank] for rank in (0, 1)]
+    kept: dict[Path, bytes] = {}
+    before = [0, 0]
+
+    def begin(iteration: int) -> None:
+        """Wait until both have published something of an iteration."""
+        ranks = (0, 1)
+        nodes.cluster.until(
+            lambda: all(nodes.parts(rank, iteration) for rank in ranks), f"parts of iteration {iteration}"
+        )
+        kept.update({path: path.read_bytes() for rank in ranks for path in nodes.parts(rank, iteration)})
+        before[:] = [len(nodes.cluster.output(rank)) for rank in ranks]
+
+    def says(rank: int, words: str) -> bool:
+        """Whether a node has said that in this iteration."""
+        return bool(re.search(words, nodes.cluster.output(rank)[before[rank] :]))
+
+    def fences_itself(rank: int) -> bool:
+        return says(rank, "it leaves the epoch, its engine stays warm")
+
+    begin(1)
     nodes.shared.freeze()
     time.sleep(12)  # three times node_timeout
     nodes.shared.thaw()
-    assert nodes.cluster.wait() == [0, 0], nodes.said()
+
+    begin(2)
     assert "is lost" not in nodes.said()
-    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+    nodes.shared[0].freeze()
+    nodes.cluster.until(lambda: fences_itself(0), "rank 0 fences itself")
+    time.sleep(8)  # until it has been silent for longer than node_timeout
+    nodes.shared[0].thaw()
 
+    begin(3)
+    nodes.shared[1].set(read_only=True)
+    nodes.cluster.until(lambda: fences_itself(1), "rank 1 fences itself")
+    nodes.cluster.until(lambda: says(0, r"rank 1 \(.*is lost"), "the master finds it lost")
+    nodes.shared[1].set(read_only=False)
 
-@pytest.mark.parametrize(("rank", "trouble"), [(0, "frozen"), (1, "read_only")])
-def test_node_without_its_mount_comes_back_by_itself(
-    nodes: Nodes, engine_url: str, rank: int, trouble: str
-) -> None:
-    nodes.start(*rollout(engine_url, *SLOW, iterations=1))
-    nodes.cluster.until(lambda: nodes.parts(0) and nodes.parts(1), "the first parts")
-    started = dict(nodes.cluster.nodes)
-    nodes.shared[rank].set(**{trouble: True})
-    nodes.cluster.until(
-        lambda: "it leaves the epoch, its engine stays warm" in nodes.cluster.output(rank), "it fences itself"
-    )
-    if rank == 1:
-        nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")
-    else:
-        time.sleep(8)  # until it has been silent for longer than node_timeout
-    assert [node.poll() for node in started.values()] == [None, None], nodes.said()
-    nodes.shared[rank].set(**{trouble: False})
+    begin(4)
+    nodes.shared.set(full=True)
+    nodes.cluster.until(lambda: fences_itself(0) and fences_itself(1), "the fences")
+    assert all(says(rank, r"No space left on device \(0\.0 of") for rank in (0, 1))
+    assert [node.poll() for node in started] == [None, None], nodes.said()
+    nodes.shared.set(full=False)
+
     assert nodes.cluster.wait() == [0, 0], nodes.said()
-    assert sorted(nodes.cluster.groups(1)) == list(range(24))
+    for iteration in range(1, 5):
+        assert sorted(nodes.cluster.groups(iteration)) == list(range(24))
+    assert all(path.read_bytes() == data for path, data in kept.items())
 
 
 def lost(nodes: Nodes, rank: int) -> str:
@@ -242,30 +253,17 @@ def lost(nodes: Nodes, rank: int) -> str:
     return next((line for line in nodes.cluster.output(rank).splitlines() if "is lost" in line), "")
 
 
-@SEPARATE
 def test_trainer_of_a_node_without_its_mount_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{k}+1=", "chosen": f"{k + 1}", "rejected": f"({k + 1})"} for k in range(10, 90)]
     (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     training = ("--tasks", f"{tmp_path / 'pairs.jsonl'}", "trainer.algorithm=dpo")  # which needs no engine
     nodes.start(*FAST, *training, "--iterations", "5", "cluster.node_timeout_s=4")
     nodes.cluster.until(lambda: nodes.cluster.metrics(), "the first iteration", 120)
-    assert trainers(nodes.cluster.nodes[1].pid)
+    node = nodes.cluster.nodes[1].pid
+    job = [*nodes.cluster.until(lambda: children(node, TRAINER_RANK), "a trainer"), *children(node, AGENT)]
     nodes.shared[1].freeze()
-    nodes.cluster.until(lambda: not trainers(nodes.cluster.nodes[1].pid), "its trainer ends")
+    nodes.cluster.until(lambda: not any(map(is_schedulable, (each.pid for each in job))), "its trainer ends")
     nodes.cluster.until(lambda: "rank 1" in lost(nodes, 0), "the master finds it lost")
     nodes.shared[1].thaw()
     assert nodes.cluster.wait() == [0, 0], nodes.said()
     assert [line["iteration"] for line in nodes.cluster.metrics()] == list(range(1, 6))
-
-
-def trainers(pid: int) -> list[psutil.Process]:
-    """The processes of the training job below a node, without those that its mount does not let die."""
-    found: list[psutil.Process] = []
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            hangs = process.status() in {psutil.STATUS_DISK_SLEEP, psutil.STATUS_ZOMBIE}
-            if not hangs and "trainer.job.agent" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found

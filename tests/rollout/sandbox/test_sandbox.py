@@ -24,14 +24,18 @@ def last_line(ended: Outcome) -> str:
     return (ended.stderr.strip().splitlines() or [""])[-1]
 
 
-def in_jail() -> list[psutil.Process]:
-    """Processes of jails that this process has started, or that have left their session."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
+def in_jail() -> set[psutil.Process]:
+    """The processes of all jails of the machine, those of other tests too."""
+    found = set[psutil.Process]()
+    for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
         if line[-1:] == ["main.py"] or any(one.endswith("jail.py") for one in line):
-            found.append(process)
+            found.add(process)
     return found
+
+
+def until_gone(processes: set[psutil.Process]) -> None:
+    wait_until(lambda: not processes & in_jail())
 
 
 def test_a_program_gets_its_input_and_gives_output_and_exit_code() -> None:
@@ -95,27 +99,32 @@ def test_a_processor_limit_ends_what_a_busy_machine_has_not_yet() -> None:
     ],
 )
 def test_time_that_is_over_ends_everything(code: str) -> None:
-    before = {process.pid for process in in_jail()}
+    before = in_jail()
     ended = run(code, "", Limits(wall_s=1.5, processes=8))
     assert ended.timed_out
-    wait_until(lambda: not {process.pid for process in in_jail()} - before)
+    until_gone(in_jail() - before)
 
 
 def test_a_daemon_ends_with_the_program_that_has_started_it() -> None:
-    before = {process.pid for process in in_jail()}
+    before = in_jail()
     code = "import os, time\nif os.fork() == 0:\n os.setsid()\n os.fork()\n time.sleep(600)\nprint('done')"
     assert run(code, "", QUICK).stdout == "done\n"
-    wait_until(lambda: not {process.pid for process in in_jail()} - before)
+    until_gone(in_jail() - before)
 
 
 def test_a_killed_node_leaves_nothing_of_the_jail() -> None:
-    before = {process.pid for process in in_jail()}
     script = "from rollout.sandbox.run import run; run('import time; time.sleep(600)')"
     node = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY)
-    wait_until(lambda: len({process.pid for process in in_jail()} - before) >= 3)
+    jail = set[psutil.Process]()
+
+    def is_whole() -> bool:
+        jail.update(in_jail() & {*psutil.Process(node.pid).children(recursive=True)})
+        return len(jail) >= 3
+
+    wait_until(is_whole)
     node.kill()
     node.wait()
-    wait_until(lambda: not {process.pid for process in in_jail()} - before)
+    until_gone(jail)
 
 
 @pytest.mark.parametrize("code", ["", "a\0b", "print('\ud800')", "import sys; sys.exit(213)"])
@@ -124,11 +133,11 @@ def test_odd_programs_only_end(code: str) -> None:
 
 
 def test_leaving_the_context_kills_the_code() -> None:
-    before = {process.pid for process in in_jail()}
+    before = in_jail()
     with open(os.devnull, "rb") as nothing, Jail({"main.py": "while True: pass"}, QUICK, stdin=nothing):
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 30
-    wait_until(lambda: not {process.pid for process in in_jail()} - before)
+    until_gone(in_jail() - before)
 
 
 def test_a_machine_without_namespaces_runs_nothing(tmp_path: Path) -> None:

@@ -445,8 +445,9 @@ def test_many_children_leak_no_descriptors_threads_or_files(children: Children, 
     before = resources()
     for _ in range(200):
         child = children.start("brief", ["sleep", "1000"], log=tmp_path / "brief.log")
-        assert child.stop(grace_s=5)
-    assert resources() == before
+        assert child.stop(grace_s=60)
+    # What another test has left may end meanwhile.
+    assert all(now <= then for now, then in zip(resources(), before, strict=True))
 
 
 def test_logging_is_quiet_when_all_goes_well(children: Children, caplog: pytest.LogCaptureFixture) -> None:

@@ -73,15 +73,20 @@ def test_as_many_samples_as_the_engine_can_are_in_flight_unless_a_number_is_give
 
 
 class Judge:
-    """An async reward that scores nothing before `opens`; keeps count of the completions that wait for it."""
+    """An async reward that scores nothing before `opens`. It counts the completions that wait for it, and
+    calls `when_full` a moment after there are 32.
+    """
 
     def __init__(self) -> None:
         self.opens = asyncio.Event()
+        self.when_full: Callable[[], None] = self.opens.set
         self.waiting = self.most_waiting = 0
 
     async def __call__(self, task: Task, completion: str) -> float:
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
+        if self.waiting == 32:
+            asyncio.get_running_loop().call_later(0.1, self.when_full)
         await self.opens.wait()
         self.waiting -= 1
         return 1.0
@@ -89,14 +94,7 @@ class Judge:
 
 def test_groups_that_wait_for_their_rewards_leave_the_engine_to_others_within_a_bound() -> None:
     client, judge = FakeClient(), Judge()
-
-    async def opening(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
-        made = await single_turn(task, policy, sampling)
-        if judge.waiting >= 16:  # the second wave is generated: now all wait that may
-            asyncio.get_running_loop().call_later(0.2, judge.opens.set)
-        return made
-
-    groups, failure = run(client, slots(30), environment=opening, reward=Reward("my:judge", judge))
+    groups, failure = run(client, slots(30), reward=Reward("my:judge", judge))
     assert failure is None and {group.slot for group in groups} == set(range(30))
     assert all(sample.reward == 1.0 for group in groups for sample in group.samples)
     assert client.most_in_flight == 16, "four groups of four"
@@ -105,10 +103,10 @@ def test_groups_that_wait_for_their_rewards_leave_the_engine_to_others_within_a_
 
 def test_reward_has_group_timeout_s_beside_the_time_of_generating() -> None:
     async def judge(task: Task, completion: str) -> float:
-        await asyncio.sleep(60 if task["id"] == "t1" else 1.2)
+        await asyncio.sleep(60 if task["id"] == "t1" else 1.1)
         return 1.0
 
-    client = FakeClient(delay_s=1.2)
+    client = FakeClient(delay_s=1.1)
     groups, failure = run(client, slots(3), {"group_timeout_s": 2.0}, reward=Reward("my:judge", judge))
     assert failure is None
     assert {group.slot: group.given_up for group in groups} == {
@@ -120,13 +118,11 @@ def test_reward_has_group_timeout_s_beside_the_time_of_generating() -> None:
 
 def test_stop_ends_groups_that_wait_for_their_rewards_too() -> None:
     judge, stop = Judge(), threading.Event()
-    timer = threading.Timer(0.3, stop.set)
-    timer.start()
+    judge.when_full = stop.set
     started_s = time.monotonic()
     _, failure = run(FakeClient(), slots(30), reward=Reward("my:judge", judge), stop=stop)
-    assert isinstance(failure, Stopped) and time.monotonic() - started_s < 30
+    assert isinstance(failure, Stopped) and time.monotonic() - started_s < 60
     assert judge.most_waiting == 32
-    timer.join()
 
 
 def test_group_is_handed_over_as_soon_as_it_is_finished() -> None:

@@ -85,7 +85,7 @@ def test_rank_that_does_not_come_is_named_and_the_others_are_checked(
 ) -> None:
     three = doctors(3)
     three.start(1, tmp_path)
-    three.start(0, tmp_path, "--deadline", "3")
+    three.start(0, tmp_path, "--deadline", "10")
     found = three.report()
     typed = f"run doctor --peers 3 --worker 2 --log-path {tmp_path}"
     assert found["nodes"]["verdict"] == "fail"
@@ -201,7 +201,7 @@ def test_old_listings_that_a_name_of_the_nodes_own_makes_fresh_are_said_with_the
     found = two.report()
     assert found["listings"]["verdict"] == "slow" and found["listings"]["values"]["1"]["unchanged_s"] > 0.1
     assert "lookupcache=none" in found["listings"]["what_to_do"]
-    assert found["delay 0-1"]["values"]["p50_s"] < 1.0
+    assert found["delay 0-1"]["values"]["p50_s"] < 10.0, "half of what the listings are old"
     two.end(1)
     assert tree(shared.backing) == set()
 

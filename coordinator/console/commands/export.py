@@ -65,7 +65,7 @@ def export(
             inside.mkdir()
             _copy(source, inside, {name: facts[name] for name in names})
             if merge:
-                inside = merge_adapter(inside, Path(temporary) / "merged", dtype)
+                inside = merge_adapter(inside, Path(temporary) / f"{target.name}.sum", dtype)
                 names = sorted(
                     file.relative_to(inside).as_posix() for file in inside.rglob("*") if file.is_file()
                 )

@@ -86,7 +86,7 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
         return subprocess.CompletedProcess(argv, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", merge)
-    out = tmp_path / "out"
+    out = tmp_path / "merged"  # as many would call it
     assert export(run_dir.root, 1, out, merge=True, dtype="float16") == [
         "model.safetensors",
         "README.md",

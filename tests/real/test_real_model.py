@@ -154,6 +154,14 @@ def test_adapters_of_a_chat_model_are_exported_as_peft_reads_them(model: Path, p
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(place / "exported"))
     assert sum("lora_B" in name and bool(p.abs().sum() > 0) for name, p in loaded.named_parameters()) > 100
+    cluster.command("export", "--merge", "-o", str(place / "merged"), timeout_s=LONGEST_S)
+    merged = AutoModelForCausalLM.from_pretrained(place / "merged", dtype="auto")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(model).encode(QUESTIONS[0])])
+    without = base(ids).logits
+    of_peft: Any = PeftModel.from_pretrained(base, str(place / "exported")).merge_and_unload()
+    assert torch.equal(merged(ids).logits, of_peft(ids).logits)
+    assert not torch.equal(merged(ids).logits, without)
 
 
 def test_model_of_another_family_that_has_no_template_trains_adapters(place: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.hub import fetch_model
-from rollout.engines.model_dir import ADAPTER_CONFIG, companions
+from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, companions, tensor_names
 from trainer.checkpoint.checkpoint import RESULT, STATE_DIR
 
 NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}
@@ -31,12 +31,20 @@ def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto
     """
     from peft import PeftConfig, PeftModel  # here: most programs that import this room do without
 
-    base = str(PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path)
+    config = PeftConfig.from_pretrained(str(adapter))
+    if config.is_prompt_learning:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ValueError(
+            f"{adapter}: is of the kind {kind}, tokens before a prompt, which no weights can hold"
+        )
+    base = str(config.base_model_name_or_path)
     base_dir = Path(base) if Path(base).is_dir() else fetch_model(base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for what has another name now
         warnings.filterwarnings("error", "Found missing adapter keys")  # they would add nothing
-        model = PeftModel.from_pretrained(load_model(base_dir, dtype), str(adapter))
+        policy = load_model(base_dir, dtype)
+        _fit_vocabulary(policy, adapter)
+        model = PeftModel.from_pretrained(policy, str(adapter))
     _untie(model)
     model.merge_and_unload().save_pretrained(out)
     for directory in (base_dir, adapter):  # what an adapter has of its own takes the place of its base's
@@ -44,6 +52,19 @@ def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto
             if not name.startswith(f"{STATE_DIR}/"):
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(directory / name, out / name)
+
+
+def _fit_vocabulary(model: Any, adapter: Path) -> None:
+    """Give a base model the tokens that were added to it before the adapter, which holds the rows of all."""
+    if not (adapter / ADAPTER_WEIGHTS).exists():
+        return
+    rows = {name: shape[0] for name, (_, shape) in tensor_names(adapter).items() if "lora_" not in name}
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [f"base_model.model.{name}" for name, module in model.named_modules() if module in layers]
+    sizes = [rows.get(f"{name}.weight", rows.get(f"{name}.base_layer.weight")) for name in names]
+    known = {size for size in sizes if size is not None}
+    if len(known) == 1 and (None not in sizes or model.config.get_text_config().tie_word_embeddings):
+        model.resize_token_embeddings(known.pop(), mean_resizing=False)
 
 
 def _untie(model: Any) -> None:

@@ -63,8 +63,23 @@ def test_sum_is_written_in_another_number_type(adapter: Path, tmp_path: Path) ->
     assert {weight.dtype for weight in made.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
-def test_sum_is_the_policy_where_head_and_embeddings_are_one_tensor(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("targets", "more", "rows"),
+    [
+        (["lm_head"], {}, None),
+        (["embed_tokens"], {}, None),
+        (["q_proj"], {}, None),
+        (["q_proj"], {"modules_to_save": ["lm_head"]}, None),
+        (["q_proj"], {"modules_to_save": ["embed_tokens", "norm"]}, None),
+        (["q_proj"], {"trainable_token_indices": [5, 6], "use_dora": True}, None),
+        (["q_proj"], {}, 60),
+        (["q_proj"], {"modules_to_save": ["embed_tokens", "lm_head"]}, 60),
+    ],
+)
+def test_sum_is_the_policy_where_head_and_embeddings_are_one_tensor(
+    targets: list[str], more: dict[str, Any], rows: int | None, tmp_path: Path
+) -> None:
+    """`rows`: of the embeddings, to which tokens were added before the adapter."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -74,16 +89,33 @@ def test_sum_is_the_policy_where_head_and_embeddings_are_one_tensor(target: str,
     assert base.config.tie_word_embeddings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, of what is tested here
-        policy: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[target]))
-        for name, weight in policy.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(weight.data, std=0.3)
-        policy.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        base.resize_token_embeddings(rows)
+        config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, **more)
+        policy: Any = get_peft_model(base, config)
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.data += torch.randn_like(weight) * 0.3
+        policy.save_pretrained(tmp_path / "adapter", save_embedding_layers="auto" if rows else False)
         merge.merge(tmp_path / "adapter", tmp_path / "out")
     ids = torch.tensor([[5, 6, 7, 8]])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, policy(ids).logits, atol=1e-3)
+
+
+def test_adapter_that_adds_no_weights_is_refused(
+    base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=2, base_model_name_or_path=str(base_dir)
+    )
+    config.save_pretrained(str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["merge", str(tmp_path), str(tmp_path / "out")])
+    assert merge.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is of the kind PROMPT_TUNING, tokens before a prompt, which no weights can hold" in line
 
 
 def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

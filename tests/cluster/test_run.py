@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,9 +48,11 @@ def test_one_node_trains_and_a_second_start_resumes(cluster: Cluster) -> None:
         assert torch.isfinite(model(tokens["input_ids"]).logits).all()
 
 
-def test_three_nodes_train_together_and_may_differ_in_processes(cluster: Cluster) -> None:
+def test_three_nodes_train_together_and_may_differ_in_processes(cluster: Cluster, tmp_path: Path) -> None:
+    tasks = [{"id": f"t{n}", "prompt": f"{n + 10}+{n + 20}=", "answer": "1"} for n in range(16)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     arguments = (*FAST, "--rank-weights", "2,1,1", "--iterations", "2", "trainer.keep_alive=false")
-    cluster.start(0, "--num-nodes", "3", *arguments)
+    cluster.start(0, "--num-nodes", "3", *arguments, "--tasks", str(tmp_path / "tasks.jsonl"))
     cluster.start(1, "trainer.processes_per_node=2")
     cluster.start(2)
     assert cluster.wait() == [0, 0, 0], cluster.everything_said()
@@ -63,6 +64,9 @@ def test_three_nodes_train_together_and_may_differ_in_processes(cluster: Cluster
         shares[part["rank"]] += len(part["slots"])
     assert shares == {0: 4, 1: 2, 2: 2}
     assert (manifest["slots"], manifest["groups"], manifest["samples"]) == (8, 8, 32)
+    assert manifest["given_up"] == []
+    taken = [group.task_id for number in (1, 2) for group in cluster.groups(number).values()]
+    assert sorted(taken) == sorted(task["id"] for task in tasks), "each once"
     lines = cluster.metrics()
     assert [line["iteration"] for line in lines] == [1, 2]
     assert set(lines[0]["wait_seconds"]) == {"0", "1", "2"}
@@ -70,39 +74,24 @@ def test_three_nodes_train_together_and_may_differ_in_processes(cluster: Cluster
     assert base == json.loads(cluster.run_dir.checkpoint(1).joinpath("result.json").read_text())["policy"]
 
 
-def test_same_trajectories_from_one_node_and_from_three(tmp_path: Path, cache: Path, engine_url: str) -> None:
-    found: list[dict[Any, Any]] = []
-    for nodes in (1, 3):
-        logs = tmp_path / f"{nodes}"
-        logs.mkdir()
-        cluster = Cluster(logs / "run", cache, logs)
-        try:
-            codes = cluster.run(
-                nodes, *FAST, "--rl-phase", "rollout", "--iterations", "2", "--engine-url", engine_url
-            )
-            assert codes == [0] * nodes, cluster.everything_said()
-            found.append({iteration: token_ids(cluster.groups(iteration)) for iteration in (1, 2)})
-            found[-1]["eval"] = token_ids(cluster.groups(1, "eval"))
-        finally:
-            cluster.close()
-    assert found[0] == found[1]
-    assert found[0][1] != found[0][2]
-
-
 def test_one_policy_makes_the_same_samples_in_segments_and_at_once(
     tmp_path: Path, cache: Path, engine_url: str
 ) -> None:
-    """Two nodes pass samples of eight tokens on to each other, three tokens an iteration."""
+    """Two nodes pass samples of eight tokens on to each other, three tokens an iteration. What is evaluated
+    is the same too, from one node and from two.
+    """
     found: list[dict[tuple[int, int], list[list[int]]]] = []
+    evaluated: list[dict[int, list[list[int]]]] = []
     for nodes, segment in ((1, "null"), (2, "3")):
         logs = tmp_path / segment
         logs.mkdir()
         cluster = Cluster(logs / "run", cache, logs)
-        options = (*FAST, "--rl-phase", "rollout", "--eval-interval", "0", "--engine-url", engine_url)
+        options = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
         options += ("rollout.max_tokens=8", f"rollout.segment_tokens={segment}")
         try:
             codes = cluster.run(nodes, *options, "--iterations", "4")
             assert codes == [0] * nodes, cluster.everything_said()
+            evaluated.append(token_ids(cluster.groups(1, "eval")))
             found.append({})
             for iteration in range(1, 5):
                 opened = published.read_json(cluster.run_dir.iteration_json(iteration)) or {}
@@ -117,30 +106,10 @@ def test_one_policy_makes_the_same_samples_in_segments_and_at_once(
         finally:
             cluster.close()
     uncut, cut = found
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 4
+    assert [uncut[1, slot] for slot in range(8)] != [uncut[2, slot] for slot in range(8)]
     assert len(uncut) == 32 and {first: uncut[first] for first in cut} == cut
     assert {(iteration, slot) for iteration in (1, 2) for slot in range(8)} <= cut.keys()
-
-
-def test_task_file_is_split_by_weight(cluster: Cluster, tmp_path: Path, engine_url: str) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    lines = [{"id": f"t{n}", "prompt": f"{n % 90 + 10}+{n // 90 + 10}=", "answer": "1"} for n in range(200)]
-    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    codes = cluster.run(
-        3, *FAST, "--rank-weights", "2,1,1", "--tasks", str(tasks), "--rl-phase", "rollout",
-        "--engine-url", engine_url, "--iterations", "1", "rollout.tasks_per_iteration=200",
-        "rollout.samples_per_task=1", "rollout.max_tokens=1",
-    )  # fmt: skip
-    assert codes == [0, 0, 0], cluster.everything_said()
-    manifest = cluster.manifest(1)
-    shares = {rank: 0 for rank in range(3)}
-    for part in manifest["parts"]:
-        shares[part["rank"]] += len(part["slots"])
-    assert shares == {0: 100, 1: 50, 2: 50}
-    groups = cluster.groups(1)
-    assert sorted(groups) == list(range(200))
-    assert {group.task_id for group in groups.values()} == {line["id"] for line in lines}
-    assert (manifest["groups"], manifest["samples"], manifest["given_up"]) == (200, 200, [])
-    assert sum(len(part["slots"]) for part in manifest["parts"]) == 200
 
 
 def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_url: str) -> None:

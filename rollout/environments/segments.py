@@ -77,7 +77,7 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
             logprobs=completion.logprobs[:count],
             finish_reason="stop",
         )
-        text = text[: text.index(stop)]
+        text = (text + completion.stop_string).partition(stop)[0]
     added = sample_of(completion)
     return replace(
         added,
@@ -99,13 +99,14 @@ async def _stop_across(
     """
     room = max(map(len, stops), default=0) - 1
     before = whole_characters(sample.text)
-    seam = before[-room:] + completion.text[:room] if room > 0 else ""
-    if not (across := [stop for stop in stops if stop in seam]):
+    added = completion.text + completion.stop_string  # which may end one that is longer, or comes first
+    seam = before[-room:] + added[:room] if room > 0 else ""
+    if not any(stop in seam for stop in stops):
         return None
     drawn = sample.token_ids[sample.loss_mask > 0].tolist()
     for count in range(1, len(completion.token_ids) + 1):
         text = await policy.detokenize([*drawn, *completion.token_ids[:count]])
-        if (stop := next((stop for stop in across if stop in text), None)) is not None:
+        if (stop := next((stop for stop in stops if stop in text), None)) is not None:
             return count, stop
     return None
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rollout.processes import reward as module
 from rollout.rewards.builtin import RewardError, resolve_reward, score
 from rollout.settings import RolloutSettings
+from tests.processes import is_schedulable
 from tests.rollout.rewards.test_builtin import make_sample
 from tests.rollout.rollout_helpers import wait_until
 
@@ -103,7 +103,7 @@ def test_what_a_reward_has_started_ends_with_it(scored: Scored, caplog: pytest.L
     scored("starts", "x", settings=QUICK)
     wait_until(lambda: "started" in caplog.text)
     started = int(caplog.messages[0].split()[-1])
-    wait_until(lambda: not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie")
+    wait_until(lambda: not is_schedulable(started))
 
 
 def test_reward_that_forks_answers_once(scored: Scored) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from coordinator.machine import keeper
+from tests.processes import is_schedulable
 from trainer.job import forks
 
 PROGRAM = (sys.executable, "-P", "-m", "tests.trainer.job.forked")
@@ -126,7 +127,7 @@ def test_what_a_fork_leaves_ends_with_it_and_its_group_is_forgotten(server: str,
         assert process.wait(60) == 3
         assert os.listdir(groups) == []
         deadline_s = time.monotonic() + 60
-        while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        while is_schedulable(left):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 

@@ -205,7 +205,7 @@ class Loader:
                 f"with {policy.directory}: logprobs of its {PROBE} differ by {mean:.4g} on average, "
                 f"engine.probe_tolerance is {limit:g}; the first are {_shown(actual)}, the trainer's "
                 f"{_shown(expected)}. The engine computes in {types[0]} (engine.args.dtype, or "
-                f"engine.dtype), the trainer in {types[1]} (trainer.save_dtype)"
+                f"engine.dtype), the trainer in {types[1]} (trainer.compute_dtype)"
             )
             is_proved = self._met == (server.start, True) and not self._unproved
             if math.isnan(mean) or not is_proved or HALF not in types:

@@ -227,7 +227,9 @@ def _number_types(settings: RunSettings) -> str:
     place, engine = engine_kind(settings.engine, gpus).dtype
     trainer = settings.trainer.rounded_to(gpus > 0)
     engine = f"{engine or 'a server of yours'} ({place})"
-    return f"the engine computes with {engine}, the trainer with {trainer} (trainer.save_dtype)"
+    return (
+        f"the engine computes with {engine}, the trainer with {trainer} (trainer.compute_dtype, save_dtype)"
+    )
 
 
 def disagreement(line: Mapping[str, Any], settings: RunSettings) -> str | None:

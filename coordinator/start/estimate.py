@@ -124,8 +124,8 @@ def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) 
 def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
     """Return what checkpoints take on the disk, and how often the optimizer's state is in them."""
     trainer, kept = settings.trainer, settings.checkpoints.keep_last
-    is_half = trainer.save_dtype == "bfloat16" or (trainer.save_dtype == "auto" and on_gpu)
-    weights = (2 if is_half else 4) * parameters
+    saved = trainer.computes_in(on_gpu) if trainer.save_dtype == "auto" else trainer.save_dtype
+    weights = (2 if saved == "bfloat16" else 4) * parameters
     every, state = (
         trainer.state_interval,
         f"{state_bytes / 1e9:.2g} GB to resume from (the optimizer's state)",

@@ -87,9 +87,10 @@ def kernels(on_gpu: bool) -> None:
     from trainer.model import attention
 
     device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     for kernel in attention.CANDIDATES[device.type]:
         began_s = time.perf_counter()
-        reason = attention.failure(kernel, SimpleNamespace(**SHAPES["0.6b"]), 1, device)
+        reason = attention.failure(kernel, SimpleNamespace(**SHAPES["0.6b"]), 1, device, dtype)
         report(**{kernel.value: reason or f"works, {time.perf_counter() - began_s:.1f} s"})
 
 

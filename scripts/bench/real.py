@@ -1,13 +1,14 @@
 """Compare an iteration with a real chat model, of one node and of three, with a step of TRL's GRPOTrainer.
 
-    .venv-trl/bin/python scripts/bench/real.py [--directory /tmp] [--rounds 1] [--iterations 4]
+    .venv-trl/bin/python scripts/bench/real.py [--rounds 1] [--iterations 4] [--dtype bfloat16]
 
 Prints a JSON line. The model is that of scripts/real_model.py, with 135 M parameters, the tasks are those of
 the recipe real-cpu, 16 x 8 samples of at most 24 tokens; the reward is the share of capital letters, so that
-every group has an advantage. Flagpost: `run local` with the embedded engine in float32, from the start of an
-iteration to the start of the next, every trajectory and checkpoint durable. TRL: one process that saves
-nothing, from the end of one step to the end of the next, with transformers' generate. Both: float32 training,
-one optimizer step of 128 samples. They take turns; of each the median after the first iteration counts.
+every group has an advantage. Flagpost: `run local` with the embedded engine, from the start of an iteration
+to the start of the next, every trajectory and checkpoint durable. TRL: one process that saves nothing, from
+the end of one step to the end of the next, with transformers' generate. Both: one optimizer step of 128
+samples, layers in float32, or with --dtype bfloat16 in that (TRL: by autocast) over float32 weights. They
+take turns; of each the median after the first iteration counts.
 
 `peak_gb`: the most memory that all processes of a turn had together, shared pages counted once.
 """
@@ -43,7 +44,7 @@ def capitals(task: dict[str, Any], completion: str) -> float:
     return sum(letter.isupper() for letter in completion) / (1 + len(completion))
 
 
-def flagpost(model: Path, root: Path, nodes: int, iterations: int) -> dict[str, Any]:
+def flagpost(model: Path, root: Path, nodes: int, iterations: int, dtype: str) -> dict[str, Any]:
     """Take a turn of `nodes` nodes; return the seconds of its iterations, and its memory."""
     settings = {
         "model": model,
@@ -53,7 +54,8 @@ def flagpost(model: Path, root: Path, nodes: int, iterations: int) -> dict[str, 
         "rollout.samples_per_task": SAMPLES,
         "rollout.max_tokens": MAX_TOKENS,
         "rollout.reward": "real:capitals",
-        "engine.dtype": "float32",
+        "engine.dtype": dtype,
+        "trainer.compute_dtype": "bfloat16" if dtype == "bfloat16" else "auto",
         "eval.interval": 0,
         "trainer.global_batch_size": PROMPTS * SAMPLES,
         "trainer.learning_rate": LEARNING_RATE,
@@ -73,13 +75,14 @@ def flagpost(model: Path, root: Path, nodes: int, iterations: int) -> dict[str, 
     return {"seconds": iteration_seconds(root, 1), "peak_gb": made["peak_gb"]}
 
 
-def trl(model: Path, iterations: int, microbatch: int) -> dict[str, Any]:
+def trl(model: Path, iterations: int, microbatch: int, dtype: str) -> dict[str, Any]:
     """Take a turn of TRL in a process of its own."""
-    made = turn([sys.executable, __file__, "--trl-turn", str(model), str(iterations), str(microbatch)])
+    words = [str(model), str(iterations), str(microbatch), dtype]
+    made = turn([sys.executable, __file__, "--trl-turn", *words])
     return {"seconds": json.loads(made["text"].splitlines()[-1]), "peak_gb": made["peak_gb"]}
 
 
-def trl_turn(model: Path, iterations: int, microbatch: int) -> list[float]:
+def trl_turn(model: Path, iterations: int, microbatch: int, dtype: str) -> list[float]:
     """Take TRL's steps in this process; return the seconds of all but the first."""
     tasks = [json.loads(line) for line in TASKS.read_text().splitlines()]
     rows = [{"prompt": tasks[k % len(tasks)]["messages"]} for k in range(PROMPTS * (iterations + 1))]
@@ -94,7 +97,7 @@ def trl_turn(model: Path, iterations: int, microbatch: int) -> list[float]:
             reward,
             Path(output_dir),
             use_cpu=True,
-            bf16=False,
+            bf16=dtype == "bfloat16",
             per_device_train_batch_size=microbatch,
             gradient_accumulation_steps=PROMPTS * SAMPLES // microbatch,
             num_generations=SAMPLES,
@@ -149,14 +152,22 @@ def measure(options: argparse.Namespace, model: Path, directory: Path) -> dict[s
     """Take all turns and return the line."""
     watch, made = Elsewhere(), dict[str, list[dict[str, Any]]]()
     for number in range(options.rounds):
-        made.setdefault("trl", []).append(trl(model, options.iterations, options.trl_microbatch))
+        made.setdefault("trl", []).append(
+            trl(model, options.iterations, options.trl_microbatch, options.dtype)
+        )
         for nodes in NODES:
             root = directory / f"round{number}.nodes{nodes}"
-            made.setdefault(f"nodes_{nodes}", []).append(flagpost(model, root, nodes, options.iterations))
+            ours = flagpost(model, root, nodes, options.iterations, options.dtype)
+            made.setdefault(f"nodes_{nodes}", []).append(ours)
         for name, turns in made.items():
             print(f"round {number + 1}, {name}: {turns[-1]}", file=sys.stderr)
     seconds = {name: [statistics.median(one["seconds"]) for one in turns] for name, turns in made.items()}
-    line: dict[str, Any] = {"prompts": PROMPTS, "samples": SAMPLES, "max_tokens": MAX_TOKENS}
+    line: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "max_tokens": MAX_TOKENS,
+        "dtype": options.dtype,
+    }
     for name, of_turns in seconds.items():
         ratios = [ours / theirs for ours, theirs in zip(of_turns, seconds["trl"], strict=True)]
         line[name] = {
@@ -176,15 +187,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=4, help="of a turn; the first does not count")
     parser.add_argument("--trl-microbatch", type=int, default=32, help="samples")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--model", type=Path, help="default: that of scripts/real_model.py")
-    parser.add_argument("--trl-turn", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--trl-turn", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.iterations < 3:
         parser.error(f"--iterations {options.iterations}: of two none is left to count; give 3 or more")
     need_trl(parser)
     if options.trl_turn:
-        model, iterations, microbatch = options.trl_turn
-        print(json.dumps(trl_turn(Path(model), int(iterations), int(microbatch))))
+        model, iterations, microbatch, dtype = options.trl_turn
+        print(json.dumps(trl_turn(Path(model), int(iterations), int(microbatch), dtype)))
         return
     sys.path.insert(0, str(REPOSITORY))
     from scripts.real_model import model_directory

@@ -137,7 +137,7 @@ def test_three_nodes_train_from_files_on_a_filesystem_where_every_call_may_fail(
         model, tasks = (nodes.shared[0].path / name for name in ("model", "tasks.jsonl"))
         nodes.shared.set(error_rate=0.03, errors=("EIO", "ESTALE"))
         inputs = ("--model", f"{model}", "--tasks", f"{tasks}", "--iterations", "2", "trainer.kl=k3")
-        deltas = ("checkpoints.delta=true", "trainer.save_dtype=bfloat16", "trainer.learning_rate=1e-6")
+        deltas = ("checkpoints.delta=true", "trainer.compute_dtype=bfloat16", "trainer.learning_rate=1e-6")
         nodes.start(*FAST, *inputs, *deltas, f"cluster.local_dir={local}")
         assert nodes.cluster.wait() == [0, 0, 0], nodes.said()
         nodes.shared.set(error_rate=0.0)

@@ -28,7 +28,7 @@ def test_kernels_compute_scores_and_gradients_of_the_dense_mask(
     torch.manual_seed(0)
     config = tiny_config(family, head_dim=32)
     model = AutoModelForCausalLM.from_config(config).float().to(device)
-    learner = Learner(Scorer(model, device, Rounding(torch.bfloat16, torch.bfloat16)))
+    learner = Learner(Scorer(model, device, Rounding(torch.bfloat16, torch.bfloat16), torch.bfloat16))
     learner.arrange(share_prompts=True)
     assert learner.arrangement.works == works, str(learner.arrangement)
     batch = make_batch()

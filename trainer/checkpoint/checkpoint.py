@@ -131,7 +131,7 @@ def _start_again(learner: Learner, model_dir: Path, settings: TrainerSettings) -
 def save_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
     """Return the dtype in which the weights are served."""
     if settings.save_dtype == "auto":
-        return getattr(torch, settings.rounded_to(device.type == "cuda"))
+        return getattr(torch, settings.computes_in(device.type == "cuda"))
     return getattr(torch, settings.save_dtype)
 
 

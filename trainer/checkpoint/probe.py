@@ -48,6 +48,6 @@ def probe_document(learner: Learner, token_ids: Sequence[int]) -> str:
     document = {
         "token_ids": list(token_ids),
         "logprobs": probe_logprobs(learner, token_ids),
-        "computed_in": "bfloat16" if learner.device.type == "cuda" else "float32",
+        "computed_in": str(learner.scorer.computes_in).removeprefix("torch."),
     }
     return f"{json.dumps(document)}\n"

@@ -107,7 +107,7 @@ def refusal(dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
     return ""
 
 
-def failure(kernel: Kernel, config: Any, ranks: int, device: torch.device) -> str:
+def failure(kernel: Kernel, config: Any, ranks: int, device: torch.device, dtype: torch.dtype) -> str:
     """Return why the kernel cannot compute attention and its gradients on this device; empty if it can.
 
     It is compared with SDPA on random sequences and a window, with the heads of the model's `config` that one
@@ -117,14 +117,16 @@ def failure(kernel: Kernel, config: Any, ranks: int, device: torch.device) -> st
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        error = _largest_error(kernel, heads // ranks, key_heads // ranks, head_dim, device)
+        error = _largest_error(kernel, heads // ranks, key_heads // ranks, head_dim, device, dtype)
     except Exception as error:  # drivers, compilers, kernels and configurations fail in any way
         return brief(error)
     return "" if error < TOLERANCE else f"it is wrong by {error:.1e} of the largest value"
 
 
 @torch.enable_grad()
-def _largest_error(kernel: Kernel, heads: int, key_heads: int, head_dim: int, device: torch.device) -> float:
+def _largest_error(
+    kernel: Kernel, heads: int, key_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> float:
     """Return the largest error of the attention of random sequences and of its gradients, as a fraction."""
     lengths = torch.tensor([24, 1, 16], device=device)
     sequences = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
@@ -133,7 +135,6 @@ def _largest_error(kernel: Kernel, heads: int, key_heads: int, head_dim: int, de
     def sees(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (sequences[query] == sequences[key]) & (key <= query) & (query - key < TRIED_WINDOW)
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, count, len(sequences), head_dim) for count in (heads, key_heads, key_heads, heads)]
     *leaves, weights = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)

@@ -41,22 +41,23 @@ def build_scorer(
     All ranks call this together. Sharded, each reads its own parts of the files and holds no more.
     """
     on_gpu = device.type == "cuda"
+    computes_in: torch.dtype = getattr(torch, settings.computes_in(on_gpu))
     rounding = _rounding(settings, layout, on_gpu)
     directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
         model = _with_adapters(load_model(directory, dtype), base_dir, settings)
-        _round_frozen(model, settings, on_gpu)  # before it takes twice the bytes of the GPU
+        _round_frozen(model, settings, computes_in)  # before it takes twice the bytes of the GPU
         _compile(model, settings)
-        scorer = Scorer(model.to(device), device, rounding)
+        scorer = Scorer(model.to(device), device, rounding, computes_in)
         if on_gpu and settings.activation_checkpointing:
             parallel.checkpoint_layers(parallel.decoder_layers(model))
         return scorer
     blank, sources = slices.blank_model(directory, dtype)
     held = slices.held_tensors(blank)
     model, adapters = _with_blank_adapters(blank, base_dir, settings)
-    _round_frozen(model, settings, on_gpu)
+    _round_frozen(model, settings, computes_in)
     _compile(model, settings)
-    scorer = Scorer(model, device, rounding, offloaded=settings.cpu_offload and on_gpu)
+    scorer = Scorer(model, device, rounding, computes_in, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
     slices.fill(blank, held, sources, directory, device, progress.moved)
@@ -131,17 +132,17 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
 
 def _rounding(settings: TrainerSettings, layout: Layout, on_gpu: bool) -> Rounding | None:
     """Return how trained weights must be rounded to be those that are served; None: not, or FSDP does it."""
-    if on_gpu:
+    if settings.computes_in(on_gpu) == "bfloat16":
         return None if layout.sharded else Rounding(torch.bfloat16, torch.bfloat16)
     rounds = settings.rounded_to(on_gpu) == "bfloat16"
     return Rounding(torch.bfloat16, torch.float32) if rounds else None
 
 
-def _round_frozen(model: Any, settings: TrainerSettings, on_gpu: bool) -> None:
-    if settings.lora.rank and on_gpu:
+def _round_frozen(model: Any, settings: TrainerSettings, computes_in: torch.dtype) -> None:
+    if settings.lora.rank:
         for parameter in model.parameters():
             if not parameter.requires_grad:
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(computes_in)
 
 
 def model_directory(base_dir: Path, model_dir: Path | None) -> Path:

@@ -110,9 +110,10 @@ class Learner:
         All ranks call this. With adapters it does nothing: the model without them is the reference.
         """
         if self.reference is None and not settings.lora.rank:
-            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             plain = settings.model_copy(update={"activation_checkpointing": False})
-            self.reference = build_scorer(reference_dir, self.device, plain, self.layout, dtype)
+            self.reference = build_scorer(
+                reference_dir, self.device, plain, self.layout, self.scorer.computes_in
+            )
             self.reference.requires_grad_(False)
 
     def _run(
@@ -186,13 +187,15 @@ class Learner:
 
     def _arrange_short(self, share_prompts: bool, kernels: bool) -> Arrangement | None:
         """Return what a short model tells; None if there is no short model, or if it tells nothing."""
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtype = self.scorer.computes_in
         held = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
         short = short_model(self.scorer.causal, dtype, self.device, held)
         if short is None:
             return None
         try:
-            arrangement = self._try(Scorer(short, self.device), bool, share_prompts, kernels)
+            arrangement = self._try(
+                Scorer(short, self.device, computes_in=dtype), bool, share_prompts, kernels
+            )
         except Exception as error:  # what the whole model may raise too, and then all ranks raise it
             logger.debug("the short model cannot be tried: %s", error)
             return None
@@ -208,10 +211,12 @@ class Learner:
             agree,
             share_prompts=share_prompts,
             kernels=kernels,
-            exact=self.device.type == "cpu",
+            exact=scorer.computes_in == torch.float32,
             layers=scorer.causal.modules(),
             attention=attention.candidates(scorer.causal, self.device),
-            failure=lambda kernel: attention.failure(kernel, scorer.config, ranks, self.device),
+            failure=lambda kernel: attention.failure(
+                kernel, scorer.config, ranks, self.device, scorer.computes_in
+            ),
         )
 
     def _extremes(self, number: int) -> tuple[int, int]:

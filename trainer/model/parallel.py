@@ -114,9 +114,8 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
     layers = decoder_layers(model)
     if layout.tensor_parallel_size > 1:
         parallelize_module(_base(model).base_model, mesh["tensor"], _tensor_plan(model, layout))
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if on_gpu else torch.float32, reduce_dtype=torch.float32
-    )
+    param_dtype = getattr(torch, settings.computes_in(on_gpu))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if settings.cpu_offload and on_gpu else OffloadPolicy()
     if settings.activation_checkpointing:  # inside FSDP's hooks, so that recomputing gathers nothing twice
         checkpoint_layers(layers)

@@ -34,17 +34,24 @@ class Scorer(nn.Module):
     """
 
     def __init__(
-        self, model: Any, device: torch.device, rounding: Rounding | None = None, offloaded: bool = False
+        self,
+        model: Any,
+        device: torch.device,
+        rounding: Rounding | None = None,
+        computes_in: torch.dtype = torch.float32,
+        offloaded: bool = False,
     ) -> None:
         """`model` is a transformers causal LM, maybe in peft's wrapper, and computes on `device`.
 
         `rounding`: of its weights, layer by layer; None: it computes with them as they are, or as FSDP casts
-        them. `offloaded`: FSDP keeps the weights in host memory.
+        them. `computes_in`: the number type of its layers. `offloaded`: FSDP keeps the weights in host
+        memory.
         """
         super().__init__()
         self.model = model.eval()  # dropout off; nothing else differs in the models that we train
         self._causal = [model.get_base_model() if hasattr(model, "get_base_model") else model]
         self.device = device
+        self.computes_in = computes_in
         self.offloaded = offloaded
         self.config: Any = self._causal[0].config.get_text_config()
         self._own_attention: str = self.config._attn_implementation

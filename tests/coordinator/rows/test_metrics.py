@@ -97,7 +97,9 @@ def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> No
     settings = loading.build({"engine.kind": "vllm", "engine.args.dtype": "bfloat16"})
     said = str(metrics.disagreement(line, settings))
     assert "do not agree" in said
-    assert "computes with bfloat16 (engine.args.dtype), the trainer with float32 (trainer.save_dtype)" in said
+    assert (
+        "computes with bfloat16 (engine.args.dtype), the trainer with float32 (trainer.compute_dtype" in said
+    )
     rounded = {**line, "effective_samples": 0.97, "kl_engine": 0.107}
     assert metrics.disagreement(rounded, settings) is not None, "an engine that rounds updates away"
     assert metrics.disagreement({**rounded, "kl_engine": 0.01}, settings) is None

@@ -49,7 +49,7 @@ def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("gpus", "given", "words"),
     [
-        ("", {"engine.dtype": "bfloat16"}, "engine.dtype=bfloat16 .* or give trainer.save_dtype=bfloat16"),
+        ("", {"engine.dtype": "bfloat16"}, "engine.dtype=bfloat16 .* or give trainer.compute_dtype=bfloat16"),
         ("", {"engine.kind": "vllm", "engine.args.dtype": "auto"}, "leave engine.args.dtype out"),
         (
             "0",
@@ -75,6 +75,8 @@ def test_engine_and_trainer_that_would_round_weights_differently_are_refused(
         ("", {"engine.dtype": "float32"}),
         ("", {"engine.dtype": "bfloat16", "trainer.save_dtype": "bfloat16"}),
         ("", {"engine.kind": "vllm", "trainer.save_dtype": "bfloat16"}),
+        ("", {"engine.dtype": "bfloat16", "trainer.compute_dtype": "bfloat16"}),
+        ("", {"engine.dtype": "float64", "trainer.compute_dtype": "bfloat16"}),
         ("", {"engine.dtype": "bfloat16", "rl_phase": "rollout"}),
         ("0", {"engine.kind": "vllm", "trainer.save_dtype": "float32"}),
         ("0", {"engine.kind": "vllm", "engine.args.dtype": "float32"}),

@@ -43,6 +43,13 @@ PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
 HALF = {"save_dtype": "bfloat16"}
 """Weights that are rounded where they are used."""
+MIXED: dict[str, Any] = {"compute_dtype": "bfloat16"}
+"""As on GPUs: layers compute in bfloat16."""
+IN_BFLOAT16: dict[str, dict[str, Any]] = {
+    "replicated_mixed": MIXED,
+    "sharded_mixed": MIXED | SHARDED,
+    "tensor_mixed": MIXED | {"tensor_parallel_size": 2},
+}
 FAMILIES = {
     "gpt_oss": True,  # packed with masks
     "qwen3_next": False,  # a sequence a row
@@ -99,6 +106,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
         {"name": family, "model": family, "ranks": 2, "rank_weights": [2, 1], "settings": PLAIN | SHARDED}
         for family in FAMILIES
     ]
+    cases += [
+        {"name": name, "model": "model", "ranks": 2, "rank_weights": [1, 1], "settings": PLAIN | more}
+        for name, more in IN_BFLOAT16.items()
+    ]
     (directory / "cases.json").write_text(json.dumps(cases))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -147,6 +158,39 @@ def test_update_is_the_same_in_every_layout(
         for name in COMPARED:
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=rtol, abs=1e-5), name
     assert stats[0].kl_reference > 0.01 and stats[0].mismatch_max > 1
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_step_in_bfloat16_does_what_it_does_in_float32(job: Path, small_batch: Batch, name: str) -> None:
+    """Within what bfloat16 resolves (8 bits), in a batch with large ratios. Tensor-parallel ranks round their
+    parts of each sum once more."""
+    settings = TrainerSettings(**PLAIN)
+    stats = train(
+        build_learner(job / "model", CPU, settings),
+        small_batch,
+        settings,
+        max_tokens=24,
+        report=lambda _: None,
+    )
+    about = json.loads((job / f"{name}.json").read_text())
+    for mine, theirs in zip(stats, about["steps"], strict=True):
+        assert theirs["loss"] != mine.loss and theirs["loss"] == pytest.approx(mine.loss, abs=0.02)
+        assert theirs["entropy"] == pytest.approx(mine.entropy, rel=0.01)
+        norm = pytest.approx(mine.grad_norm, rel=0.2 if name == "tensor_mixed" else 0.05)
+        assert theirs["grad_norm"] == norm
+
+
+def test_only_the_layers_compute_in_bfloat16(job: Path, small_batch: Batch) -> None:
+    settings = TrainerSettings(**PLAIN | MIXED)
+    learner = build_learner(job / "model", CPU, settings)
+    seen: set[torch.dtype] = set()
+    layer = learner.model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
+    train(learner, small_batch, settings, max_tokens=24, report=lambda _: None)
+    assert seen == {torch.bfloat16}
+    kept = [*learner.parameters.values(), learner.gradients]
+    kept += learner.optimizer.state[layer.mlp.up_proj.weight].values()
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

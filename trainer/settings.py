@@ -136,12 +136,10 @@ class TrainerSettings(Settings):
     """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Number type that the layers compute in; auto: bfloat16 on a GPU, float32 on a CPU. A CPU with AMX
-    computes several times as fast in bfloat16. The optimizer's weights, sums of gradients and the loss are in
-    float32."""
+    """Number type of what layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Number type of the weights that are served; auto: the one that the layers compute in. Logprobs are
-    computed with weights that are rounded as the served ones are, or as `compute_dtype` is."""
+    """Number type of the weights that are served; auto: that of the layers. Logprobs are computed with
+    weights that are rounded as the served ones are, or as layers compute."""
     save_interval: Annotated[int, Field(ge=1)] | None = None
     """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
     then repeats the steps of up to n iterations, from their batches. null: the run's first start chooses 10

@@ -93,13 +93,13 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
 
 def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
     """Return how many tokens the teacher reads, by its name, if there is one and it says so. SettingsError if
-    it lacks tokens of the model, or has no room for a prompt before `rollout.max_tokens`.
+    it lacks tokens that any sample may have, or has no room for a prompt before `rollout.max_tokens`.
     """
     rollout = settings.rollout
     if rollout.teacher is None or settings.rollout_split == "eval-only":
         return {}
     known, rows = read_marks(model_dir), vocabulary_size(model_dir)
-    tokens = [known.words - 1, *known.ids.values(), *known.others.values()]
+    tokens = [known.words - 1, *known.end_ids]  # one that was added for padding, say, is in no sample
     largest = max(token for token in tokens if rows is None or token < rows)
 
     async def look() -> int | None:

@@ -66,7 +66,7 @@ class Teacher:
 
     async def longest(self, largest: int) -> int | None:
         """Return how many tokens a sample may have for the teacher; None if it does not say, or does not
-        answer now. Raises ValueError if it refuses `largest`, the largest token of the policy's tokenizer.
+        answer now. Raises ValueError if it refuses `largest`, the largest token that any sample may have.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
@@ -75,8 +75,8 @@ class Teacher:
                 if answer is not None and answer[0] in _REFUSALS:
                     status, text = answer
                     raise ValueError(
-                        f"answered {status} to a sample with {largest}, the largest token of the policy's "
-                        f"tokenizer, which a teacher needs as well: {' '.join(text.split()):.200}"
+                        f"answered {status} to a sample with {largest}, the largest of the tokens that words "
+                        f"and ends of the policy's samples may have: {' '.join(text.split()):.200}"
                     )
                 cards = await self._endpoint.look(self._models) if answer is not None else None
                 with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):

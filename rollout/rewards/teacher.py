@@ -76,7 +76,8 @@ class Teacher:
                     status, text = answer
                     raise ValueError(
                         f"answered {status} to a sample with {largest}, the largest of the tokens that words "
-                        f"and ends of the policy's samples may have: {' '.join(text.split()):.200}"
+                        f"and ends of the policy's samples may have: {' '.join(text.split()):.200}; give a "
+                        "teacher with the policy's tokenizer, or mend its address, model's name or key"
                     )
                 cards = await self._endpoint.look(self._models) if answer is not None else None
                 with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):

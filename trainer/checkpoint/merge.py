@@ -35,7 +35,8 @@ def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto
     if config.is_prompt_learning:
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise ValueError(
-            f"{adapter}: is of the kind {kind}, tokens before a prompt, which no weights can hold"
+            f"{adapter}: is of the kind {kind}, tokens before a prompt, which no weights can hold; "
+            "give an adapter of weights (LoRA)"
         )
     base = str(config.base_model_name_or_path)
     base_dir = Path(base) if Path(base).is_dir() else fetch_model(base)

@@ -143,7 +143,7 @@ class TrainerSettings(Settings):
     save_interval: Annotated[int, Field(ge=1)] | None = None
     """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
     then repeats the steps of up to n iterations, from their batches. null: the run's first start chooses 10
-    for a state above 20 GB, else 1; it is 1 with keep_alive=false."""
+    for a state above 20 GB, 2 above 1 GB, else 1; it is 1 with keep_alive=false."""
 
     processes_per_node: Annotated[int, Field(ge=0)] = 0
     """Training processes of a node; 0: one per GPU, or one on a machine without GPUs."""

@@ -1,7 +1,6 @@
 """run.json: the run's id and format, and what may not change between two starts."""
 
 import json
-import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +14,9 @@ from rollout.settings import RolloutSettings
 from rollout.storage import files, once
 from trainer.settings import LoraSettings
 
-log = logging.getLogger(__name__)
-
-LARGE_STATE_BYTES = 20 * 10**9
-"""An optimizer's state above this is saved only RARELY, unless the user says how often."""
-RARELY = 10
+SAVED_EVERY = ((20 * 10**9, 10), (10**9, 2))
+"""An optimizer's state of more than so many bytes is saved in the background, with every so manieth
+checkpoint, unless the user says how often."""
 
 
 def new_run_id() -> str:
@@ -96,7 +93,7 @@ def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             )
 
 
-def with_save_interval(settings: RunSettings, run: Mapping[str, Any], state_bytes: int) -> RunSettings:
+def with_save_interval(settings: RunSettings, run: Mapping[str, Any]) -> RunSettings:
     """Return the settings with the trainer.save_interval that the run's first start has chosen by the size of
     the state, unless the user gives one. `run` is run.json.
     """
@@ -104,14 +101,6 @@ def with_save_interval(settings: RunSettings, run: Mapping[str, Any], state_byte
     if trainer.save_interval is None:
         value = run.get("save_interval", 1) if trainer.keep_alive else 1
         settings = loading.overlay(settings, {"trainer.save_interval": value})
-    if state_bytes > LARGE_STATE_BYTES and settings.rl_phase != "rollout":
-        every = settings.trainer.state_interval
-        log.info(
-            "the optimizer's state has %.0f GB: trainer.save_interval=%d saves it in %s iteration",
-            state_bytes / 1e9,
-            every,
-            f"every {every}th" if every > 1 else "each",
-        )
     return settings
 
 
@@ -125,7 +114,7 @@ def make_run(run_dir: RunDir, fixed: Mapping[str, Any], state_bytes: int) -> dic
         "run_id": new_run_id(),
         "format": FORMAT,
         "fixed": fixed,
-        "save_interval": RARELY if state_bytes > LARGE_STATE_BYTES else 1,
+        "save_interval": next((every for above, every in SAVED_EVERY if state_bytes > above), 1),
     }
     is_there = run_dir.run_json.name in files.listing(run_dir.root)
     if not is_there and once.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):

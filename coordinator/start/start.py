@@ -160,7 +160,7 @@ def start_master(
     checked = check_master(root, overrides, allow_shared_dir, reset)
     run_dir, inputs = placement_records.run_dir(root, crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
-    settings = with_save_interval(checked.settings, run, inputs.state_bytes)
+    settings = with_save_interval(checked.settings, run)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
     start = _begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)

@@ -5,7 +5,8 @@
 Prints a JSON line. The model is that of scripts/real_model.py, with 135 M parameters, the tasks are those of
 the recipe real-cpu, 16 x 8 samples of at most 24 tokens; the reward is the share of capital letters, so that
 every group has an advantage. Flagpost: `run local` with the embedded engine, from the start of an iteration
-to the start of the next, every trajectory and checkpoint durable. TRL: one process that saves nothing, from
+to the start of the next, every trajectory and checkpoint durable, and the optimizer's state of each second
+one. TRL: one process that saves nothing, from
 the end of one step to the end of the next, with transformers' generate. Both: one optimizer step of 128
 samples, layers in float32, or with --dtype bfloat16 in that (TRL: by autocast) over float32 weights. They
 take turns; of each the median after the first iteration counts.

@@ -154,7 +154,7 @@ def write(
     returned, the learner must not change. The result has `metrics`, with `checkpoint_seconds` of this.
 
     With request.ahead new weights are copied to each node first, and then `copied` is called, with the files
-    of this node's copy, or None if it has none: it may move the learner's tensors.
+    of this node's copy, or None if it has none. With request.offload the learner leaves its GPU before that.
     """
     begun_s = time.perf_counter()
     lead = rank_and_world()[0] == 0
@@ -169,8 +169,11 @@ def write(
         if steps and request.ahead and request.copy_dir is not None:
             copy = stack.enter_context(Writer(Path(request.copy_dir), progress.moved, durable=False))
         weights = _write_parts(learner, Outputs(writer, copy), request, steps, probe)
+        copy_files = finish_copy(copy) if steps and request.ahead else None
+        if request.offload:  # the state is written from memory that is kept for it: fresh copies take long
+            learner.to_host()
         if steps and request.ahead:
-            copied(finish_copy(copy))
+            copied(copy_files)
         if inside:
             if not state.lead_writes_all(learner):
                 gather_json(None, "making the checkpoint's directories")

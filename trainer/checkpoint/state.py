@@ -47,7 +47,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE_BYTES = 1 << 26
 """Rank 0 alone writes the whole tensors of a replicated model if they are smaller than this in all."""
 
-FILE_BYTES = 1 << 31
+FILE_BYTES = 1 << 30
 """A rank's larger state is written as several files, at the same time."""
 
 

@@ -151,11 +151,6 @@ class TrainerRank:
         metrics["packed"] = float(learner.arrangement.packing.several)
         written_s = time.perf_counter()
 
-        def make_way(copy: Mapping[str, FileFacts] | None) -> None:
-            if request.offload:
-                learner.to_host()
-            copied(copy)
-
         result = checkpoint.write(
             learner,
             Path(request.staging_dir),
@@ -165,7 +160,7 @@ class TrainerRank:
             self.saver,
             probe=probe_tokens(batch),
             progress=progress,
-            copied=make_way,
+            copied=copied,
         )
         self.policy = result.policy
         size = sum(facts["bytes"] for facts in result.files.values())
@@ -174,8 +169,6 @@ class TrainerRank:
             print(f"checkpoint: {size / 1e9:.1f} GB written in {seconds:.1f} s", flush=True)
         if not settings.keep_alive:
             self.saver.finish()
-        if request.offload:
-            learner.to_host()
         progress.advance()
 
     def _train(

@@ -62,6 +62,9 @@ LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 HALF = (torch.float16, torch.bfloat16)
 TRIED_WINDOW, TOLERANCE, SAID = 6, 0.05, 120
 """Tokens that a token sees; the error allowed in bfloat16; characters of an error that are said."""
+FLEX_OPTIONS = {"BACKEND": "TRITON"}
+"""By itself torch takes another kernel below 128 columns, and finds none where these times the query heads of
+a key head are more than 128: with four (Qwen3-4B, Llama 3) flex seemed not to work at all on an H100."""
 LACKING = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -250,10 +253,14 @@ def _no_mask(**_: Any) -> None:
     """Return the mask of an attention that takes bounds."""
 
 
+def _flex(*inputs: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+    return flex_attention_forward(*inputs, **more, kernel_options=FLEX_OPTIONS)
+
+
 for _kernel, _attend, _mask in (
     (Kernel.SPLIT, _by_bounds(split_attn), _no_mask),
     (Kernel.VARLEN, _by_bounds(_varlen), _no_mask),
-    (Kernel.FLEX, flex_attention_forward, flex_attention_mask),
+    (Kernel.FLEX, _flex, flex_attention_mask),
 ):
     AttentionInterface.register(_kernel.registered, _attend)
     AttentionMaskInterface.register(_kernel.registered, _mask)

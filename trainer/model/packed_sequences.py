@@ -229,7 +229,8 @@ def arrange(
         shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, Apart.MASKS))
         reasons: dict[Kernel, str] = {}
         for kernel in attention:
-            if not apart:
+            has_one = any(not reason for reason in reasons.values())
+            if not apart or (has_one and not shares):  # the others would not be used, and may be compiled
                 break
             # Alone first: where one rank fails among layers that are gathered, the others would wait for it.
             reason = failure(kernel)
@@ -238,6 +239,9 @@ def arrange(
                 if not reason and shares and not kernel.takes_bounds:
                     reason = trial.mistake(shared, Apart.MASKS, kernel)
             reasons[kernel] = "" if agree(not reason) else reason or "it fails on another rank"
+        works = {kernel for kernel, reason in reasons.items() if not reason}
+        if Kernel.VARLEN in works and Kernel.FLEX not in works:
+            shares = False  # by a dense mask, which took ten times as long on an H100
         one_each = fill(batch, [[first], [second]])
         if not apart and not agree(trial.ignores_what_follows(one_each)):
             raise UnsupportedModel(

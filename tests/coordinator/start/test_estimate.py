@@ -78,11 +78,14 @@ def test_what_it_says_to_lower_is_enough() -> None:
 
 def test_time_is_for_samples_of_full_length() -> None:
     given = {"model": "any/model", "rollout.tasks_per_iteration": 64, "rollout.max_tokens": 1000}
+    text = time_text(int(70e9), build(given), 2, ["NVIDIA H100 80GB HBM3"] * 2)
+    # 512 samples on 2 GPUs: 1000 steps of 140 GB at 3.35 TB/s; 8 x 70e9 x 512,000 FLOP at 40 % of 2 x 989e12
+    assert text == "an iteration generates for 42 s and trains for 6 min if samples have 1000 tokens"
+    slower = time_text(int(70e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
+    assert slower == "an iteration generates for 70 s and trains for 19 min if samples have 1000 tokens"
+    # 512,000 tokens from two replicas, however fast their GPUs are
     text = time_text(int(8e9), build(given), 2, ["NVIDIA H100 80GB HBM3"] * 2)
-    # 512 samples on 2 GPUs: 1000 steps of 16 GB at 3.35 TB/s; 8 x 8e9 x 512,000 FLOP at 40 % of 2 x 989e12
-    assert text == "an iteration generates for 5 s and trains for 41 s if samples have 1000 tokens"
-    slower = time_text(int(8e9), build(given), 2, ["NVIDIA H100", "NVIDIA A100-SXM4-80GB"])
-    assert slower == "an iteration generates for 8 s and trains for 2 min if samples have 1000 tokens"
+    assert text == "an iteration generates for 14 s and trains for 41 s if samples have 1000 tokens"
 
 
 def test_small_model_reaches_less_of_the_peak_on_a_gpu() -> None:
@@ -121,13 +124,13 @@ def test_time_on_cpus_comes_from_their_measured_speed() -> None:
             {},
             False,
             "an iteration writes 0.54 GB of weights, 1.6 GB to resume from (the optimizer's state); "
-            "3 are kept: 6.5 GB; trainer.save_interval=10 writes that in each 10th",
+            "3 are kept: 6.5 GB; trainer.save_interval=10 writes that every 10 iterations",
         ),
         (
             {"trainer.save_interval": 10, "checkpoints.keep_last": 2},
             True,
-            "an iteration writes 0.27 GB of weights, each 10th 1.6 GB to resume from (the optimizer's state)"
-            "; 2 are kept",
+            "an iteration writes 0.27 GB of weights, every 10 iterations 1.6 GB to resume from (the "
+            "optimizer's state); 2 are kept",
         ),
     ],
 )

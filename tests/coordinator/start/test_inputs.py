@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
 from coordinator.start import inputs, run_json, start
-from coordinator.start.run_json import LARGE_STATE_BYTES
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import embedded, vllm
 from rollout.tasks.task_set import load_tasks
@@ -108,8 +107,6 @@ def test_large_model_on_gpus_without_vllm_is_refused(tmp_path: Path, monkeypatch
 
 # ---- how often the optimizer's state is saved
 
-LARGE, SMALL = LARGE_STATE_BYTES + 1, LARGE_STATE_BYTES
-
 
 def test_first_start_records_how_often_the_state_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,11 +115,11 @@ def test_first_start_records_how_often_the_state_is_saved(
     given = {"model": str(model), "engine.kind": "torch"}
     parameters = inputs.load_inputs(loading.build(given), given).state_bytes / inputs.STATE_BYTES
     assert parameters == sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
-    monkeypatch.setattr(run_json, "LARGE_STATE_BYTES", parameters)
+    monkeypatch.setattr(run_json, "SAVED_EVERY", ((parameters * inputs.STATE_BYTES, 20), (parameters, 10)))
     first = start.start_master(tmp_path / "run", given)
     assert first.settings.trainer.save_interval == 10
     assert json.loads(first.run_dir.run_json.read_text())["save_interval"] == 10
-    monkeypatch.setattr(run_json, "LARGE_STATE_BYTES", 1e12)  # another version of the program
+    monkeypatch.setattr(run_json, "SAVED_EVERY", ())  # another version of the program
     assert start.start_master(tmp_path / "run", given).settings.trainer.save_interval == 10
     assert start.start_master(tmp_path / "other", given).settings.trainer.save_interval == 1
     lora = {**given, "trainer.lora.rank": 2}
@@ -130,24 +127,21 @@ def test_first_start_records_how_often_the_state_is_saved(
 
 
 @pytest.mark.parametrize(
-    ("given", "run", "size", "interval"),
+    ("given", "run", "interval"),
     [
-        ({}, {"save_interval": 10}, LARGE, 10),
-        ({}, {"save_interval": 1}, SMALL, 1),
-        ({"trainer.save_interval": 3}, {"save_interval": 10}, LARGE, 3),
-        ({"trainer.save_interval": 1}, {"save_interval": 10}, LARGE, 1),
-        ({"trainer.keep_alive": False}, {"save_interval": 10}, LARGE, 1),
-        ({}, {}, LARGE, 1),
+        ({}, {"save_interval": 10}, 10),
+        ({}, {"save_interval": 1}, 1),
+        ({"trainer.save_interval": 3}, {"save_interval": 10}, 3),
+        ({"trainer.save_interval": 1}, {"save_interval": 10}, 1),
+        ({"trainer.keep_alive": False}, {"save_interval": 10}, 1),
+        ({}, {}, 1),
     ],
 )
 def test_what_the_user_gives_goes_before_what_the_run_has_chosen(
-    given: dict[str, Any], run: dict[str, int], size: int, interval: int, caplog: pytest.LogCaptureFixture
+    given: dict[str, Any], run: dict[str, int], interval: int
 ) -> None:
-    caplog.set_level("INFO")
-    settings = start.with_save_interval(loading.build(given), run, size)
+    settings = start.with_save_interval(loading.build(given), run)
     assert settings.trainer.save_interval == settings.trainer.state_interval == interval
-    said = f"the optimizer's state has 20 GB: trainer.save_interval={interval} saves it in"
-    assert (said in caplog.text) == (size == LARGE)
 
 
 # ---- prompts

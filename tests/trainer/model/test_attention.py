@@ -5,16 +5,20 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, masking_utils
+from transformers.integrations import flex_attention as flex
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scripts.tiny_models import WINDOW, make_batch, tiny_config
 from trainer.batch.batch import Batch
@@ -183,6 +187,24 @@ def test_blocks_of_flex_attention_show_what_the_dense_mask_shows(
         block = blocks[kind]
         seen = create_mask(block.mask_mod, rows, 1, columns, columns, device="cpu")
         assert torch.equal(seen, dense[kind]), kind
+
+
+def test_flex_attention_is_told_to_take_the_kernel_that_has_no_shortest_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def stand_in(query: Tensor, *_: Any, **given: Any) -> Any:
+        asked.append(given["kernel_options"])
+        return query if given.get("return_aux") is given.get("return_lse") is None else (query, query)
+
+    monkeypatch.setattr(flex, "compile_friendly_flex_attention", stand_in)
+    tensor = torch.zeros(1, 4, 41, 8)
+    attend = ALL_ATTENTION_FUNCTIONS[FLEX.registered]
+    attend(SimpleNamespace(training=False), tensor, tensor[:, :1], tensor[:, :1], None)
+    assert asked == [{"BACKEND": "TRITON"}]
+    known = flex_attention._apply_kernel_options(tensor, tensor, tensor, False, asked[0], None)
+    assert known["BACKEND"] == "TRITON"
 
 
 @pytest.fixture

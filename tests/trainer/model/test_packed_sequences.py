@@ -230,6 +230,34 @@ def test_way_that_fails_on_one_rank_is_not_taken_on_any(monkeypatch: pytest.Monk
     assert learner.arrangement.kernels == {Kernel.SPLIT: "it fails on another rank"}
 
 
+@pytest.mark.parametrize(
+    ("broken", "share_prompts", "shares", "tried"),
+    [
+        ((), True, True, "varlen, flex"),
+        ((), False, False, "varlen"),
+        ((Kernel.FLEX,), True, False, "varlen, flex"),
+        ((Kernel.VARLEN,), False, False, "varlen, flex"),
+        ((Kernel.VARLEN, Kernel.FLEX), True, True, "varlen, flex"),
+    ],
+)
+def test_kernels_of_a_gpu_are_tried_only_if_used_and_prompts_shared_only_by_a_fast_one(
+    broken: tuple[Kernel, ...], share_prompts: bool, shares: bool, tried: str
+) -> None:
+    learner = learner_of("qwen3")
+    arrangement = packed_sequences.arrange(
+        learner.scorer.config,
+        lambda microbatch, apart, _kernel: learner._run(learner.scorer, microbatch, apart, Kernel.OWN)[0],
+        bool,
+        share_prompts=share_prompts,
+        kernels=False,
+        exact=True,
+        attention=[Kernel.VARLEN, Kernel.FLEX],
+        failure=lambda kernel: "it is broken" if kernel in broken else "",
+    )
+    assert (arrangement.packing.pairs_per_token > 0) == shares
+    assert ", ".join(kernel.value for kernel in arrangement.kernels) == tried
+
+
 DEEP: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 6},
     "gpt_oss": {"num_hidden_layers": 6},

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import FlexKernelOptions
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flex_attention import flex_attention_forward
@@ -63,7 +62,7 @@ LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 HALF = (torch.float16, torch.bfloat16)
 TRIED_WINDOW, TOLERANCE, SAID = 6, 0.05, 120
 """Tokens that a token sees; the error allowed in bfloat16; characters of an error that are said."""
-FLEX_OPTIONS: FlexKernelOptions = {"BACKEND": "TRITON"}
+FLEX_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 """By itself torch takes another kernel below 128 columns, and finds none where these times the query heads of
 a key head are more than 128: with four (Qwen3-4B, Llama 3) flex seemed not to work at all on an H100."""
 LACKING = {

@@ -10,8 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 import torch
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, create_block_mask, create_mask
 from torch.nn.attention.varlen import varlen_attn
@@ -202,9 +207,17 @@ def test_flex_attention_is_told_to_take_the_kernel_that_has_no_shortest_row(
     tensor = torch.zeros(1, 4, 41, 8)
     attend = ALL_ATTENTION_FUNCTIONS[FLEX.registered]
     attend(SimpleNamespace(training=False), tensor, tensor[:, :1], tensor[:, :1], None)
-    assert asked == [{"BACKEND": "TRITON"}]
     known = flex_attention._apply_kernel_options(tensor, tensor, tensor, False, asked[0], None)
-    assert known.get("BACKEND") == "TRITON"
+
+    def sized(*sizes: int) -> Any:
+        return SimpleNamespace(get_size=lambda: [sympy.Integer(size) for size in sizes])
+
+    with V.set_graph_handler(GraphLowering(make_fx(lambda x: x)(tensor))):
+        taken = [
+            _use_flex_decoding(sized(1, 4, 41, 8), sized(1, 1, 1, 1), sized(1, 1, 41, 8), dict(options), True)
+            for options in (known, {})
+        ]
+    assert taken == [False, True]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from coordinator.settings.loading import show
 from coordinator.settings.tree import RunSettings
 from coordinator.start import estimate
 from coordinator.start.inputs import Inputs, base_model_dir, engine_of
-from coordinator.start.refusals import evaluates
+from coordinator.start.refusals_of_tasks import evaluates
 from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters

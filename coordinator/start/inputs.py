@@ -13,7 +13,7 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.interpreter import lacks_flagpost
 from coordinator.settings import loading
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
-from coordinator.start import refusals
+from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
 from coordinator.start.functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
@@ -142,7 +142,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             raise SettingsError(f"{option}{path}: no such directory")
     if settings.data_path is not None:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
-    refusals.refuse_two_precisions(settings, engine)
+    refusals_of_models.refuse_two_precisions(settings, engine)
     processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
     if settings.rl_phase != "rollout" and processes % size:
         raise SettingsError(
@@ -150,7 +150,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             "node; choose a divisor, or trainer.processes_per_node"
         )
     functions = load_functions(settings.rollout.reward, settings.rollout.environment)
-    refusals.refuse_wrong_teacher(settings)
+    refusals_of_models.refuse_wrong_teacher(settings)
     seed = settings.rollout.seed
     try:
         if settings.rl_phase != "update":
@@ -169,15 +169,15 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         if settings.rollout.environment == "preference":
             check_preferences(tasks)
         eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
-        refusals.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
-        refusals.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
-        refusals.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
+        refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
+        refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
+        refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
-        refusals.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
+        refusals_of_tasks.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
         base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if model is not None:
-            refusals.refuse_quantised(settings, model)
+            refusals_of_models.refuse_quantised(settings, model)
             parameters = count_parameters(model)
             if settings.rl_phase != "update":
                 lora = settings.trainer.lora
@@ -187,10 +187,10 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
                     "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
                 )
-            refusals.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
-            tasks = refusals.without_longer(settings, model, tasks)
+            refusals_of_tasks.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
+            tasks = refusals_of_tasks.without_longer(settings, model, tasks)
             context = any_kind(settings.engine).context(model)
-            has_end = refusals.has_end(settings, read_marks(model))
+            has_end = refusals_of_models.has_end(settings, read_marks(model))
             base_files = known_files.checksums(model, model_files(model))
             model_digest = policy_digest(base_files)
         return Inputs(

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.inputs import Inputs
-from coordinator.start.refusals import ENDLESS
+from coordinator.start.refusals_of_models import ENDLESS
 from rollout.settings import RolloutSettings
 
 CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")

@@ -40,7 +40,8 @@ from coordinator.start.inputs import (
 )
 from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.odd_settings import odd_settings
-from coordinator.start.refusals import fit_max_tokens, look_at_text
+from coordinator.start.refusals_of_models import fit_max_tokens
+from coordinator.start.refusals_of_tasks import look_at_text
 from coordinator.start.run_json import (
     fixed_of,
     has_run,

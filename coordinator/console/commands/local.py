@@ -28,7 +28,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.inputs import load_inputs
-from coordinator.start.refusals import fit_max_tokens
+from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.start import check_log_path, resume_given
 from rollout.environment_variables import cores, omp_threads
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import refusals
+from coordinator.start import refusals_of_tasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.start import check_log_path, start_master
 from rollout.engines.kinds import by_url
@@ -379,9 +379,9 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     with pytest.raises(
         SettingsError, match=r"transformers cannot load its tokenizer \(\w+: .*; give it a"
     ) as refused:
-        refusals.look_at_text(settings, model, loaded, None, {}, Embedded(settings.engine, 0))
+        refusals_of_tasks.look_at_text(settings, model, loaded, None, {}, Embedded(settings.engine, 0))
     assert "\n" not in str(refused.value)
-    refusals.look_at_text(
+    refusals_of_tasks.look_at_text(
         settings, model, loaded, None, {}, Vllm(settings.engine, 0)
     )  # which may know another one
 
@@ -393,7 +393,9 @@ def looked_at(tmp_path: Path, served: Served, given: dict[str, Any], letters: in
     settings = loading.build({"model": str(model_of(tmp_path / "model")), "tasks": tasks, **url, **given})
     loaded = load_tasks(tasks, seed=0, split="train")
     with pytest.raises(SettingsError) as refused:
-        refusals.look_at_text(settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0))
+        refusals_of_tasks.look_at_text(
+            settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0)
+        )
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -474,7 +476,7 @@ def test_model_that_sees_is_not_served_by_vllm_yet_whatever_the_tasks(tmp_path: 
     with pytest.raises(
         SettingsError, match=r"--model here is a llava, and the engine .*; give --engine torch"
     ):
-        refusals.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
-    refusals.refuse_pictures(settings, Embedded(EngineSettings(), 0), model, tasks, None, {})
+        refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+    refusals_of_tasks.refuse_pictures(settings, Embedded(EngineSettings(), 0), model, tasks, None, {})
     write_model(model, {"model_type": "qwen3"})
-    refusals.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+    refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})

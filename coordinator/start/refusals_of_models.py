@@ -1,0 +1,130 @@
+"""Refuse before the start a model, or settings for it, that certainly cannot work: each in one line."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.settings import loading
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import SECTION
+from rollout.engines.kinds.kind import EngineKind
+from rollout.engines.marks import Marks, read_marks
+from rollout.engines.model_dir import is_adapter
+from rollout.engines.model_facts import DEQUANTISED, quantisation, vocabulary_size
+from rollout.rewards.teacher import Teacher
+from rollout.settings import WRITTEN
+
+ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
+
+
+def refuse_wrong_teacher(settings: RunSettings) -> None:
+    """Raise SettingsError if rollout.teacher is no server's address, or needs a key that is not set here."""
+    if settings.rollout.teacher is not None:
+        try:
+            Teacher(settings.rollout.teacher)
+        except ValueError as error:
+            raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
+    """Return how many tokens the teacher reads, by its name, if there is one and it says so. SettingsError if
+    it lacks tokens that any sample may have, or has no room for a prompt before `rollout.max_tokens`.
+    """
+    rollout = settings.rollout
+    if rollout.teacher is None or settings.rollout_split == "eval-only":
+        return {}
+    known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    tokens = [known.words - 1, *known.end_ids]  # one that was added for padding, say, is in no sample
+    largest = max(token for token in tokens if rows is None or token < rows)
+
+    async def look() -> int | None:
+        teacher = Teacher(rollout.teacher or "")
+        try:
+            return await teacher.longest(max(0, largest))
+        finally:
+            await teacher.close()
+
+    name = f"rollout.teacher={rollout.teacher}"
+    try:
+        longest = asyncio.run(look())
+    except ValueError as error:
+        raise SettingsError(f"{name}: {error}") from None
+    if longest is None:
+        return {}
+    if rollout.environment not in WRITTEN and rollout.max_tokens >= longest:
+        raise SettingsError(
+            f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: {name} reads {longest} "
+            "tokens of a sample; give less, by the length of the longest prompt"
+        )
+    return {name: longest}
+
+
+EXACT = {"float32", "float", "float64"}
+"""Number types that change no weight of a checkpoint."""
+
+
+def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
+    """Raise SettingsError if the engine of this node would round the weights in another way than training."""
+    name, computed = engine.dtype
+    if settings.rl_phase != "both" or not computed or settings.cluster.place:
+        return
+    trained, saved = settings.trainer.rounded_to(engine.gpus > 0), settings.trainer.save_dtype
+    served = {computed, trained if saved == "auto" else saved} - EXACT
+    if served != {trained} - EXACT:
+        other = "" if engine.gpus or computed != "bfloat16" else ", or give trainer.compute_dtype=bfloat16"
+        engines = " and ".join(sorted(served)) or "float32"
+        raise SettingsError(
+            f"{name}={computed} with trainer.save_dtype={saved}: the engine would compute with weights in "
+            f"{engines}, and training with weights in {trained}, so the one would miss updates of the other; "
+            f"leave {name} out{other}"
+        )
+
+
+def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
+    """Raise SettingsError if the model's weights are quantised: they cannot be trained."""
+    if is_adapter(model_dir) or (method := quantisation(model_dir)) is None:
+        return
+    makes = f" (python -m trainer.checkpoint.dequantise {model_dir} OUT)" if method in DEQUANTISED else ""
+    raise SettingsError(
+        f"--model {settings.model}: its weights are quantised ({method}), and a run trains and serves them "
+        f"as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy{makes}"
+    )
+
+
+def has_end(settings: RunSettings, marks: Marks) -> bool:
+    """Return whether a token can end what the model says. SettingsError if demonstrations need one."""
+    if marks.end_ids or marks.stop_ids(settings.rollout.stop):
+        return True
+    if settings.rollout.environment in WRITTEN:
+        raise SettingsError(
+            f"--model {settings.model}: {ENDLESS}, so an answer to train on would have no end; give its "
+            "config.json an eos_token_id"
+        )
+    return False
+
+
+def fit_max_tokens(settings: RunSettings, overrides: Mapping[str, Any], context: int | None) -> RunSettings:
+    """Return the settings with a default of rollout.max_tokens that leaves room for a prompt in the model's
+    context (tokens; None: not known). SettingsError for a number that was given and leaves none.
+    """
+    if context is None or settings.rl_phase == "update" or settings.rollout.environment in WRITTEN:
+        return settings
+    most = context - 1
+    for key, max_tokens in (
+        ("rollout.max_tokens", settings.rollout.max_tokens),
+        ("eval.max_tokens", settings.eval.max_tokens),
+        *(
+            (f"{SECTION}{name}.max_tokens", eval_set.max_tokens)
+            for name, eval_set in settings.eval.sets.items()
+        ),
+    ):
+        is_given = key in overrides or key.startswith(SECTION)
+        if is_given and max_tokens is not None and max_tokens > most:
+            raise SettingsError(
+                f"{key}={max_tokens} leaves no room for a prompt: --model {settings.model} has a context of "
+                f"{context} tokens; give less, by the length of the longest prompt"
+            )
+    if settings.rollout.max_tokens <= most:
+        return settings
+    return loading.overlay(settings, {"rollout.max_tokens": most})

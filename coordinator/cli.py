@@ -216,10 +216,12 @@ def main() -> int:
 
     repair_streams()
     need_signals()
-    from rollout.environment_variables import need_no_proxy, need_utf8_folder
+    from rollout.environment_variables import need_no_proxy, need_quiet_python, need_utf8_folder
 
     need_no_proxy(os.environ)
     need_utf8_folder(os.environ)
+    if need_quiet_python(os.environ):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     os.umask((os.umask(0o077) | 0o007) & 0o077)  # the owner may, all others may not
     for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 must not end what is shown
         cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")

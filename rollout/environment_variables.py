@@ -77,6 +77,15 @@ def need_utf8_folder(environment: MutableMapping[str, str]) -> None:
             del environment[name]
 
 
+def need_quiet_python(environment: MutableMapping[str, str]) -> bool:
+    """Have children print nothing of the interpreter's own, which would bury their errors, and end with their
+    own exit codes. Return whether this process would not: with PYTHONINSPECT Python ends with 1 instead.
+    """
+    for name in ("PYTHONVERBOSE", "PYTHONPROFILEIMPORTTIME", "PYTHONMALLOCSTATS"):
+        environment.pop(name, None)
+    return bool(environment.pop("PYTHONINSPECT", ""))
+
+
 def need_no_proxy(environment: MutableMapping[str, str]) -> None:
     """Have every client of this process and of its children go to this machine's own addresses without the
     proxy of the cluster.

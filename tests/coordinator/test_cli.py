@@ -232,6 +232,12 @@ def test_signals_are_heard_and_exit_codes_of_children_are_true_whatever_started_
     assert ended.stdout.splitlines()[1:] == ["set()", "1"], ended.stderr
 
 
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("--no-such-option", 2)])
+def test_exit_code_is_true_where_python_is_told_to_inspect(run: Run, words: str, code: int) -> None:
+    ended = run(words, env={"PYTHONINSPECT": "1"}, stdin=subprocess.DEVNULL)
+    assert ended.returncode == code and "Traceback" not in ended.stderr, ended
+
+
 def test_version_is_printed(run: Run) -> None:
     ended = run("--version")
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "flagpost")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout import environment_variables
-from rollout.environment_variables import cores, need_no_proxy, omp_threads, proxy_of
+from rollout.environment_variables import cores, need_no_proxy, need_quiet_python, omp_threads, proxy_of
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,13 @@ def test_own_addresses_need_no_proxy_and_the_rest_stays() -> None:
     assert environment == before
     need_no_proxy(without := {"NO_PROXY": "intern"})
     assert without == {"NO_PROXY": "intern"}
+
+
+def test_children_do_not_get_what_makes_python_print_or_end_in_another_way() -> None:
+    stays = {"PYTHONPATH": "/mine", "PYTHONHASHSEED": "0"}
+    environment = {**stays, "PYTHONVERBOSE": "1", "PYTHONMALLOCSTATS": "1", "PYTHONPROFILEIMPORTTIME": "1"}
+    assert not need_quiet_python(environment) and environment == stays
+    assert need_quiet_python(environment | {"PYTHONINSPECT": "1"})
 
 
 @pytest.mark.parametrize(

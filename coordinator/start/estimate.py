@@ -22,6 +22,18 @@ PEAKS = {
     "3090": (71e12, 0.94e12),
 }
 """By a word in a GPU's name: FLOP/s in bfloat16 without sparsity, and bytes/s of its memory (data sheets)."""
+MEMORIES = {
+    "B200": 183_359,
+    "H200": 143_771,
+    "H100": 81_559,
+    "A100": 81_920,
+    "L40S": 46_068,
+    "L4": 23_034,
+    "A10": 23_028,
+    "4090": 24_564,
+    "3090": 24_576,
+}
+"""MiB of those GPUs, as nvidia-smi says them; of the A100 with the larger memory."""
 REACHED = 0.4
 """The part of the peak that a training is assumed to reach."""
 REACHED_BY_1B = 0.17

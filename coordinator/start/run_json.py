@@ -104,6 +104,11 @@ def with_save_interval(settings: RunSettings, run: Mapping[str, Any]) -> RunSett
     return settings
 
 
+def chosen_save_interval(state_bytes: int) -> int:
+    """Return how many checkpoints apart a first start has an optimizer's state of so many bytes saved."""
+    return next((every for above, every in SAVED_EVERY if state_bytes > above), 1)
+
+
 def make_run(run_dir: RunDir, fixed: Mapping[str, Any], state_bytes: int) -> dict[str, Any]:
     """Return run.json, which is made if it is missing; SettingsError if it says something else.
 
@@ -114,7 +119,7 @@ def make_run(run_dir: RunDir, fixed: Mapping[str, Any], state_bytes: int) -> dic
         "run_id": new_run_id(),
         "format": FORMAT,
         "fixed": fixed,
-        "save_interval": next((every for above, every in SAVED_EVERY if state_bytes > above), 1),
+        "save_interval": chosen_save_interval(state_bytes),
     }
     is_there = run_dir.run_json.name in files.listing(run_dir.root)
     if not is_there and once.create_once(run_dir.run_json, json.dumps(run, indent=1).encode()):

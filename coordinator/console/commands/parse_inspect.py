@@ -110,15 +110,38 @@ def diff(
 
 @command_in(APPS, "plan")
 def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="With --model: settings of the run."),
+    ] = None,
     log_path: LogPath = Path("runs/default"),
     devices: Annotated[
         int | None, option("--devices", metavar="N", help="For N devices; default: those of the run.")
     ] = None,
     as_json: AsJson = False,
+    model: Annotated[
+        str | None,
+        option("--model", metavar="MODEL", help="What training it needs, before there is a run."),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", metavar="N", min=1, help="With --model: of so many GPUs.")
+    ] = 1,
+    gpu: Annotated[str, option("--gpu", metavar="NAME", help="With --model: of this kind.")] = "H100",
 ) -> int:
-    """Say whether two crews would be faster than one, and with which devices, by what a run has measured."""
+    """Say whether two crews would be faster than one, and with which devices, by what a run has measured; or
+    with --model, whether a run would fit."""
+    if model is not None:
+        from coordinator.console.plan.before import show_needs
+        from coordinator.settings.loading import parse_override
+
+        show_needs(model, gpus, gpu, dict(parse_override(word) for word in words or []))
+        return 0
     from coordinator.console.plan import show_plan
 
+    if words:
+        from coordinator.settings.tree import SettingsError
+
+        raise SettingsError(f"run plan {words[0]}: settings go with --model, e.g. --model DIR --gpus 8")
     show_plan(log_path.absolute(), devices, as_json)
     return 0
 

@@ -40,10 +40,13 @@ def refuse_word(word: str) -> None:
 def of_option(error: typer.TyperException) -> str:
     """Return what an error of the command line says, and the option or setting that was meant."""
     text, typed = str(error) or error.format_message(), getattr(error, "option_name", None)
+    param: Any = getattr(error, "param", None)
     if text.startswith("Missing parameter"):
-        param: Any = getattr(error, "param", None)
         help_text = f"{param.help[:1].lower()}{param.help[1:]}".rstrip(".")
         return f"{param.opts[-1]} {param.metavar} is missing: {help_text}"
+    cause: Any = error.__cause__
+    if hasattr(cause, "errors"):  # pydantic's, which does not name the option
+        return f"{param.opts[0]}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
     if extra := _EXTRA.fullmatch(text):
         return f"{text}; a run directory is given as --log-path {extra[1]}"
     if typed == "--worker" and "requires an argument" in text:

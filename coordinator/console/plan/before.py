@@ -1,0 +1,39 @@
+"""`run plan --model`: what a run would need of GPUs that need not be here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import RunDir
+from coordinator.settings.loading import build
+from coordinator.settings.tree import TINY, SettingsError
+from coordinator.start import estimate
+from coordinator.start.inputs import STATE_BYTES, base_model_dir
+from coordinator.start.run_json import chosen_save_interval, with_save_interval
+from rollout.engines.model_dir import WeightsError, tensor_names
+from rollout.engines.model_facts import count_active_parameters, count_parameters
+
+
+def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) -> None:
+    """Print what the master would announce on `gpus` GPUs of this kind in all: memory, time and disk.
+
+    `gpu`: a word of estimate.PEAKS. `overrides`: settings of the run, by dotted name. Raises SettingsError.
+    """
+    if gpu not in estimate.PEAKS:
+        raise SettingsError(f"--gpu {gpu}: not known; give one of {', '.join(estimate.PEAKS)}")
+    settings = build({**overrides, "model": model})
+    if model == TINY:
+        raise SettingsError(f"--model {TINY}: it fits everywhere; give a model's directory")
+    directory = base_model_dir(settings, RunDir(Path()))
+    try:
+        shapes = {name: shape for name, (_, shape) in tensor_names(directory).items()}
+        parameters, active = count_parameters(directory), count_active_parameters(directory)
+    except WeightsError as error:
+        raise SettingsError(f"--model {model}: {error}") from None
+    memory_bytes = estimate.MEMORIES[gpu] * 2**20
+    print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes))
+    print("time     ", estimate.time_text(parameters, settings, gpus, [gpu], active))
+    if not settings.trainer.lora.rank:
+        state_bytes = STATE_BYTES * parameters
+        settings = with_save_interval(settings, {"save_interval": chosen_save_interval(state_bytes)})
+        print("disk     ", estimate.disk_text(parameters, state_bytes, settings, on_gpu=True))

@@ -18,6 +18,7 @@ from coordinator.console.commands.parse import COMMANDS
 from coordinator.settings.loading import build, flatten
 from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
 from tests.coordinator.console.plan.planned_run import write_run
+from tests.models import make_model
 from tests.scripts.documented_run import make_run
 from tests.scripts.pages import PAGES, REPOSITORY, blocks, commands
 
@@ -197,13 +198,16 @@ def test_command_about_a_run_works_on_one(
 
 
 @pytest.mark.parametrize("command", of("plan"))
-def test_plan_is_made_of_a_run(
+def test_plan_is_made_of_a_run_or_of_a_model(
     command: str, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = here(command)
-    write_run(Path(words[words.index("--log-path") + 1]), [2, 2], [250.0, 250.0], train_s=8.0)
+    if "--model" in words:
+        make_model(Path(words[words.index("--model") + 1]), seed=0)
+    else:
+        write_run(Path(words[words.index("--log-path") + 1]), [2, 2], [250.0, 250.0], train_s=8.0)
     assert run(words, monkeypatch) == 0, capsys.readouterr().err
-    assert "--place" in capsys.readouterr().out
+    assert ("training takes" if "--model" in words else "--place") in capsys.readouterr().out
 
 
 def interrupt(_seconds: float) -> None:

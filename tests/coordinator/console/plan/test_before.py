@@ -44,7 +44,10 @@ def test_adapters_need_no_state_on_the_disk(model: Path, capsys: pytest.CaptureF
         (["--model", "builtin:tiny"], "it fits everywhere"),
         (["--model", "MODEL", "trainer.layuot=sharded"], "did you mean trainer.layout"),
         (["trainer.layout=sharded"], "settings go with --model, e.g. --model DIR --gpus 8"),
-        (["--model", "MODEL", "--gpus", "0"], "--gpus=0: input should be greater than or equal to 1; see run plan --help"),
+        (
+            ["--model", "MODEL", "--gpus", "0"],
+            "--gpus=0: input should be greater than or equal to 1; see run plan",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

@@ -204,7 +204,10 @@ def _hold(node: Node, loss: NodeLost) -> None:
     counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
     node.joining.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
     node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
-    log.error("%s", loss, extra={"event": {"what": "lost", "rank": loss.rank}})
+    text = str(loss)
+    if node.row_endings.forget_loss() == loss.rank:
+        text = f"holding until {node.run_dir.name(loss.rank)} is back"
+    log.error("%s", text, extra={"event": {"what": "lost", "rank": loss.rank, "text": str(loss)}})
 
 
 def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> None:

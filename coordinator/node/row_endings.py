@@ -113,6 +113,11 @@ class RowEndings:
         silent_s = self._watch.silence.silent_s.get(MASTER, 0.0)
         return not self._identity.is_master and silent_s >= self._identity.settings.cluster.node_timeout_s
 
+    def forget_loss(self) -> int | None:
+        """Return the rank that this node has said to be lost while its row went on, which is over now."""
+        lost, self._lost = self._lost, None
+        return lost
+
     def say_who_is_lost(self) -> set[int]:
         """Say once who is lost while this row goes on, and that they are back; returns the ranks."""
         held, lost = self._watch.held, None

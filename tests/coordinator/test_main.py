@@ -1,5 +1,6 @@
 """The life of a node from epoch to epoch: which errors it comes back from."""
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator import main
+from coordinator.protocol.exits import NodeLost
 from rollout.engines.model_dir import WeightsError
 
 NO_MODEL = WeightsError("/mnt/run/checkpoints/iteration_000002: is no directory")
@@ -48,3 +50,24 @@ def test_error_that_is_there_with_the_directory_as_well_ends_the_node(
     with pytest.raises(WeightsError):
         main._run_epochs(node_of(cut_off, seen), lambda _node: None)
     assert seen.count("epoch") == epochs
+
+
+@pytest.mark.parametrize(
+    ("said", "text"), [(2, "holding until rank 2 is back"), (None, "rank 2 is lost: silent")]
+)
+def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
+    said: int | None, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", True)
+    node: Any = SimpleNamespace(
+        trainer=SimpleNamespace(leave_epoch=lambda: None),
+        watch=SimpleNamespace(board=SimpleNamespace(beats={})),
+        joining=SimpleNamespace(lost={}),
+        flags=SimpleNamespace(tell=lambda *_given, **_more: None),
+        row_endings=SimpleNamespace(forget_loss=lambda: said),
+        run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
+    )
+    main._hold(node, NodeLost(2, "rank 2 is lost: silent", False))
+    (record,) = caplog.records
+    event = {"what": "lost", "rank": 2, "text": "rank 2 is lost: silent"}
+    assert (record.getMessage(), vars(record)["event"]) == (text, event)

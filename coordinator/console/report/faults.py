@@ -128,20 +128,24 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
     faults.sort(
         key=lambda fault: (fault.epoch, fault.kind != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
     )
-    repeated = {f"holding: {fault.text}" for fault in faults if fault.kind == "lost"}
+    lost = {_without_numbers(fault.text) for fault in faults if fault.kind == "lost"}
     merged: dict[object, Fault] = {}
     for fault in faults:
         key: object = fault
         if fault.kind == "warning":
-            key = (fault.rank, re.sub(r"\d+", "0", fault.text))
+            key = (fault.rank, _without_numbers(fault.text))
         if fault.kind == "lost":
             fault = replace(fault, text=fault.text.partition(". To ")[0])
-        if fault.text in repeated:  # every worker says again which node the master has lost
-            continue
+        elif _without_numbers(fault.text).removeprefix("holding: ") in lost:
+            continue  # the master has said it while its row went on; every worker says it again
         first = merged.setdefault(key, fault)
         if first is not fault:
             merged[key] = replace(first, times=first.times + 1, until=fault.iteration)
     return list(merged.values())
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
 
 
 def retries(lines: Mapping[int, Sequence[Line]]) -> list[Retries]:

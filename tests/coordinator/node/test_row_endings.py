@@ -95,3 +95,9 @@ def test_who_is_lost_is_said_at_once_and_that_they_are_back(
     assert row.say_who_is_lost() == set()
     first, rank = (TEXT, 2) if is_master else ("holding", 0)
     assert caplog.messages == [first, f"rank {rank} is back"]
+    watch.held, watch.silence.silent_s = Verdict(Event.SILENT, rank), {rank: 5.0}
+    row.say_who_is_lost()
+    assert (row.forget_loss(), row.forget_loss()) == (rank, None)
+    watch.held, watch.silence.silent_s = None, {}
+    row.say_who_is_lost()
+    assert f"rank {rank} is back" not in caplog.messages[2:], "the row was over, and it was not back"

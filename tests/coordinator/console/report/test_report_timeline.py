@@ -198,6 +198,7 @@ def test_loss_is_told_once_without_what_was_to_be_typed_then() -> None:
     for node, what, said in ((master, "lost", text), (worker, "warning", f"holding: {text}")):
         node.say(1.0, "begin", it=7, row="training")
         node.say(31.0, what, rank=2, text=said)
+    master.say(25.0, "error", text=text.replace("30 s", "24 s"))  # while its share was not yet made
     (lost,) = all_faults({0: master.lines, 1: worker.lines})
     assert (lost.kind, lost.text) == ("lost", "rank 2 is lost: no heartbeat for 30 s")
 

@@ -9,7 +9,7 @@ from coordinator.directory.layout import MASTER, Beat
 from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
-from coordinator.node.position import Position
+from coordinator.node.position import GATHERING, Position
 from coordinator.node.row_endings import CODES, MOVED, RowEndings
 from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Ended, Exit
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 CALLS = {event.name.lower(): event for event in CODES}
 """Calls of a master with which a run ends."""
-GATHERING = "gathering"
-"""The state of a master that waits for its workers. Its heartbeats say how long each of them is silent."""
 
 
 class Joining:

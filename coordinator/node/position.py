@@ -9,9 +9,11 @@ from coordinator.protocol.phases import Phase
 from coordinator.protocol.snapshot import ranks_text
 from rollout.engines.generated import Generated
 
+GATHERING = "gathering"
+"""The state of a master that waits for its workers. Its heartbeats say how long each of them is silent."""
 STATES = {
     "starting": "starting",
-    "gathering": "gathering the nodes",
+    GATHERING: "gathering the nodes",
     "pending": "waiting until the master lets this node in",
     "fenced": "waiting for the shared directory",
     "running": "entering the epoch",
@@ -199,7 +201,7 @@ class Position:
         """
         now_s, place = time.monotonic(), self._place
         counted_s = place.reached_s - (place.counting_since_s or place.reached_s)
-        waits = bool(place.waiting_for)
+        waits, still_s = bool(place.waiting_for), now_s - place.reached_s
         tokens, samples_total = max(place.tokens, place.generated), place.total * place.samples_per_task
         samples = min(max(place.samples, place.done * place.samples_per_task), samples_total)
         done = place.done / place.total if place.total else 0.0
@@ -222,5 +224,6 @@ class Position:
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
             "tokens_per_s": round(tokens / counted_s, 1) if tokens and counted_s else None,
-            "left_s": round(counted_s * max(0.0, 1 / done - 1), 1) if done else None,
+            # A training whose other node is gone stands still, and the end does not stay as near.
+            "left_s": round(max(0.0, counted_s * (1 / done - 1) - still_s), 1) if done else None,
         }

@@ -120,7 +120,8 @@ class Seen:
             since_s = since_s or master.get("row_s", 0.0)
         if state == "stopped" and is_awaited and not self.has_ended:
             state, awaited = "holding", [rank for rank in ranks if nodes[rank]["state"] != "alive"]
-        left_s = [node["left_s"] for node in nodes if node["left_s"] is not None and node["phase"] == phase]
+        there = [node for node in nodes if node["state"] == "alive" and node["phase"] == phase]
+        left_s = [node["left_s"] for node in there if node["left_s"] is not None]
         return {
             "crew": self.run_dir.crew,
             "state": state,

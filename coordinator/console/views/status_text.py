@@ -10,7 +10,7 @@ from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
-from coordinator.node.position import UNITS
+from coordinator.node.position import GATHERING, UNITS
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""
@@ -80,12 +80,13 @@ def where(status: Status) -> str:
     text = f"iteration {status['iteration']}{total}"
     if status["waits_for"]:
         return text if status["iteration"] else "not begun"
-    if status["state"] != "finished" and status["phase"]:
+    gathers = status["phase"] == GATHERING and status["waiting_for"]  # `waiting` says whom, and how long
+    if status["state"] != "finished" and status["phase"] and not gathers:
         text += f", {status['phase']}"
     if not is_going(status):
         return text
     master = status["nodes"][MASTER]
-    text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S else ""
+    text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S and not gathers else ""
     text += f", {status['work']}" if status["work"] else ""
     left_s = status["left_s"]
     return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"

@@ -161,6 +161,11 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     position.reach(32, 128, 900)
     generating = position.doing()
     assert generating[1] == "32 of 128 tasks, 112 tokens/s, 20 s so far, about 24 s left"
+    clock.now_s = 130.0
+    assert "about 14 s left" in position.doing()[1]
+    clock.now_s = 190.0
+    assert "left" not in position.doing()[1], "nothing has gone on for longer than it was to take"
+    clock.now_s = 120.0
     position.reach(33, 128, 950)
     assert generating[0] == position.doing()[0] != starting[0]
     position.reach(128, 128, 4000)

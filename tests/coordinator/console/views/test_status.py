@@ -117,7 +117,7 @@ def test_run_without_a_record_has_stopped_before_it_began(run_dir: RunDir) -> No
 
 def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
     claim(run_dir, record(2, "lobby", {}, settings=SETTINGS))
-    beat(run_dir, 0, state="gathering", phase="", iteration=0, waiting_for=[1, 2], done=0, total=0)
+    beat(run_dir, 0, state="gathering", phase="", iteration=0, waiting_for=[1, 2], done=0, total=0, row_s=9.0)
     beat(run_dir, 2, state="pending", phase="", iteration=0)
     status = Run(run_dir.root).status()
     assert (status["state"], status["phase"], status["waiting_for"]) == ("holding", "gathering", [1, 2])
@@ -125,7 +125,7 @@ def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
     assert [node["weight"] for node in status["nodes"]] == [2, 1, 1]
     text = render(status, run_dir.root)
     assert "run abc is holding (epoch 2)" in text
-    assert "waiting for ranks 1, 2 (node-2)" in text
+    assert "waiting for ranks 1, 2 (node-2)" in text and "gathering for" not in text
     assert f"to start rank 1, on its machine: run --worker 1 --log-path {run_dir.root}" in text
 
 
@@ -366,6 +366,8 @@ def test_time_left_is_the_slowest_nodes_in_the_masters_row(run_dir: RunDir) -> N
     beat(run_dir, 1, counter=6, left_s=40.0)
     beat(run_dir, 2, counter=6, left_s=90.0, phase="train_plan")
     assert Run(run_dir.root).status()["left_s"] == 40.0
+    beat(run_dir, 2, counter=7, left_s=90.0, state=ENDED)
+    assert Run(run_dir.root).status()["left_s"] == 40.0, "of a node that has ended nothing is left"
     beat(run_dir, 0, counter=6, left_s=3.0, phase="training")
     assert Run(run_dir.root).status()["left_s"] == 3.0
     beat(run_dir, 0, counter=7, left_s=3.0, phase="train_files_ready")

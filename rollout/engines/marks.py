@@ -17,6 +17,12 @@ from rollout.storage import files
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PIECES = "tokenizer.model"
 _FURTHER = ("additional_special_tokens", "extra_special_tokens")
+_OF_TEKKEN = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
+    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+"""The special tokens, by their ids, of a tekken.json that lists none: of Mistral's tokenizers up to v7."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,13 @@ def read_marks(model_dir: Path) -> Marks:
 
     tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
     named: dict[str, Any] = {**read("special_tokens_map.json"), **config}
+    tekken = read("tekken.json")  # of Mistral's own tokenizers
+    listed = [
+        {"token_str": text, "rank": id} for id, text in enumerate(_OF_TEKKEN if "vocab" in tekken else ())
+    ]
     added = [
         {"content": entry["token_str"], "id": entry["rank"], "special": entry.get("is_control", True)}
-        for entry in read("tekken.json").get("special_tokens") or ()  # of Mistral's own tokenizers
+        for entry in tekken.get("special_tokens") or listed
     ]
     pieces: list[Piece] = []
     if not tokenizer and _PIECES in names:

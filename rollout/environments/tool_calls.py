@@ -42,7 +42,7 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
     before, read = _read(parser, text[begin:], schemas)
     if not read:  # a call of these functions without the marks of the family
         read = [None for call in _read("llama3_json", text[begin:], schemas)[1] if call is not None]
-    if not read and (bare := _BARE_CALL.match(text, begin)) and bare[bare.lastindex or 0] in schemas:
+    if not read and any(call[call.lastindex or 0] in schemas for call in _OTHER_CALL.finditer(text, begin)):
         read = [None]
     calls = [call for call in read if call is not None]
     seed = hashlib.sha256(json.dumps([turn.prompt_ids, turn.token_ids]).encode()).hexdigest()
@@ -205,8 +205,15 @@ def _call_or_none(value: Any) -> Call | None:
 _LLAMA_MARK = re.compile(
     r'\{\s*"(?:name|function|type|id|parameters|arguments)"\s*:\s*(?:"(?P<name>[^"\\]*)")?'
 )
-_BARE_CALL = re.compile(r"\s*(?:\[\s*([\w.-]+)\(|<function=([\w.-]+)>)")
-"""A call as Llama 4 writes it, `[NAME(KEY=VALUE)]`, or Llama 3.1: no parser reads it."""
+_OTHER_CALL = re.compile(
+    r"\[\s*([\w.-]+)\(|(?:<function=|\binvoke name=\"|\bcall:)([\w.-]+)[>\"{]"
+    r"|(?<![^\s\]>])([\w.-]+)(?=<\uff5ctool▁sep\uff5c>|\[ARGS\]|\s*(?:```json\s*)?\{\s*\")"
+    r"|(?:<\uff5ctool▁sep\uff5c>|\bfunctions\.)([\w-]+)"
+    r'|"(?:tool|tool_name|action)"\s*:\s*"([^"]+)"'
+)
+"""A call as other families write it, with the marks that are special tokens or without: of Llama 4 and 3.1,
+MiniMax, Gemma 4, DeepSeek, Mistral, Kimi K2, gpt-oss, and as prompts ask for it.
+"""
 _OPENING = re.compile(r"\s*(?:```\w*|<\|python_tag\|>)?\s*\[?\s*\Z")
 """What stands before a call and is none of the words before it."""
 _QWEN_MARK = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")

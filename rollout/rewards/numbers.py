@@ -27,6 +27,7 @@ _COMMA = r",|\{,\}|,\\!|\\,|\\[ ;:]|~"
 _OTHER = rf"[{_SPACES}'’_]"
 _HEAD = "[1-9][0-9]{0,2}"
 _PLAIN = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_IN_FRACTION = rf"(?:{_HEAD}(?:(?:,|\{{,\}})[0-9]{{3}})+(?![0-9])|{_PLAIN})"
 _GROUPED = (
     rf"(?:{_HEAD}(?P<comma>{_COMMA})[0-9]{{3}}(?:(?P=comma)[0-9]{{3}})*(?:\.[0-9]+)?(?![0-9]|(?P=comma)[0-9])"
     # India's: groups of two, and three digits at the end.
@@ -45,7 +46,7 @@ _EXPRESSION = re.compile(
             rf"|{_PLAIN}(?::{_PLAIN})+)",
             r"(?P<mark>[\^_]\s*\{?\s*[-+−]?[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
             rf"(?P<fraction>(?:(?P<whole>[0-9]+)\s*)?\\[dtc]?frac\s*"
-            rf"(?:\{{\s*(?P<above>[-−]?{_PLAIN})\s*\}}\s*\{{\s*(?P<below>[-−]?{_PLAIN})\s*\}}"
+            rf"(?:\{{\s*(?P<above>[-−]?\s?{_IN_FRACTION})\s*\}}\s*\{{\s*(?P<below>[-−]?{_IN_FRACTION})\s*\}}"
             r"|(?P<above1>[0-9])\s*(?P<below1>[0-9])))",
             rf"(?P<terms>\\[dtc]?frac\s*{_BRACES}\s*{_BRACES})",
             rf"(?P<mixed>(?:(?P<units>[0-9]{{1,9}})[{_SPACES}]?)?(?P<vulgar>[{_VULGAR}]))",
@@ -53,7 +54,7 @@ _EXPRESSION = re.compile(
             rf"(?P<grouped>{_GROUPED})",
             r"(?P<version>[0-9]+(?:\.[0-9]+){2,})",
             rf"(?P<list>{_PLAIN}(?:,{_PLAIN})+)",
-            rf"(?P<plain>{_PLAIN}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9]))?)",
+            rf"(?P<plain>{_PLAIN}(?:[eE][-+−]?[0-9]{{1,3}}(?![0-9]))?)",
         ]
     )
 )
@@ -81,6 +82,8 @@ _SIGN_WORD = re.compile(
     r"(?:\bnegative|(?:\A|[=:≈({*$]|\b(?:is|be|are|was|equals|answer|of|to|by|at))\s*\bminus)\s+[$€£¥₹]?\Z",
     re.IGNORECASE,
 )
+_BEFORE_SIGN = re.compile(r"(?:[=≈{(]|(?<!\S)\$)\s*\Z")
+"""What stands before a sign that a space parts from its number, as sympy writes LaTeX."""
 _LATEX_DECIMAL = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{1,2}(?![0-9]|\{,\})|[0-9]{4})")
 _DECIMAL_COMMA = re.compile(
     r"(?<![0-9.,])(?![1-9][0-9]{0,2},[0-9]{3}(?![0-9]))([0-9]{1,30}),([0-9]{1,30})(?![0-9]|[.,][0-9])"
@@ -179,7 +182,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _mixed(whole: str | None, above: str, below: str) -> Fraction | None:
-    first, other, rest = _read(whole or "0"), _read(above), _read(below)
+    first, other, rest = (_read(re.sub(r"[{,}\s]", "", digits)) for digits in (whole or "0", above, below))
     return first + other / rest if first is not None and other is not None and rest else None
 
 
@@ -195,6 +198,6 @@ def _sign(text: str, begin: int) -> int:
     before = near.rstrip("$€£¥₹\\")
     if before.endswith(tuple(_MINUS)):
         return 1 if re.search(r"[\w)\]}%]$", before[:-1]) else -1
-    apart = near.rstrip()
-    is_equal = apart.endswith(tuple(_MINUS)) and apart[:-1].rstrip().endswith(("=", "≈"))
-    return -1 if is_equal else 1
+    apart = near.rstrip().removesuffix("}")  # of TeX's {-}
+    is_first = apart.endswith(tuple(_MINUS)) and _BEFORE_SIGN.search(apart[:-1])
+    return -1 if is_first else 1

@@ -137,7 +137,11 @@ def _conversation(
             raise ValueError(f"{_named(name, columns)} is not JSON: {error}") from None
         value = value if read is None else read
     if isinstance(value, dict) and value.keys() & {"role", "from"}:
-        value = [value]
+        lists = [field for field in value.values() if isinstance(field, list)]
+        if len(lists) == len(value) and len({len(field) for field in lists}) == 1:  # as `datasets` has them
+            value = [dict(zip(value, fields, strict=True)) for fields in zip(*lists, strict=True)]
+        else:
+            value = [value]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return value
     checked: list[Message] = []

@@ -124,17 +124,34 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return tools as the OpenAI API has them, of a list of them, of their functions alone, or of the JSON
-    text of either. Raises ValueError for anything else.
+    """Return tools as the OpenAI API has them, of a list of them, of their functions alone (as Anthropic's
+    API and MCP have them, too), or of the JSON text of any. Raises ValueError for anything else.
     """
     try:
         listed = json.loads(tools) if isinstance(tools, str) else tools
-        functions = [tool.get("function") or tool for tool in listed]
+        listed = [json.loads(tool) if isinstance(tool, str) else tool for tool in listed]
+        functions = [_without_nulls(tool.get("function") or tool) for tool in listed]
+        for function in functions:
+            for name in ("input_schema", "inputSchema"):
+                if name in function:
+                    function.setdefault("parameters", function.pop(name))
         if all(isinstance(function["name"], str) for function in functions):
-            return [{"type": "function", "function": dict(function)} for function in functions]
+            return [{"type": "function", "function": function} for function in functions]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         pass
     raise ValueError("must be a list of functions, each with a `name`, as in the OpenAI API")
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Return a schema without fields that are null: a table gives all rows the fields that one has."""
+    if isinstance(schema, list):
+        return [_without_nulls(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {
+        name: value for name, value in schema.items() if value is not None or name in ("default", "const")
+    }
+    return {name: _without_nulls(value) for name, value in kept.items()}
 
 
 def messages_of_text(text: str) -> list[Any] | None:

@@ -30,6 +30,17 @@ _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", 
 _SHORT = {"float": np.float32, "halffloat": np.float16}
 """Numbers of less than 64 bits, by what Arrow calls them."""
 _LONGEST_CELL = 2**31 - 1
+_BEGINNINGS = {
+    **dict.fromkeys(
+        (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK"), "it is packed: unpack it first"
+    ),
+    b"PAR1": "it is Parquet: name it .parquet",
+    b"ARROW1": "it is Arrow: name it .arrow",
+    b"version https://git-lfs": "it is a pointer of Git LFS; run `git lfs pull` there to get the file",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff", b"{\0"), "it is UTF-16; save the file as UTF-8"),
+    **dict.fromkeys((b"<!DOCTYPE", b"<html"), "it is a web page: download the file itself"),
+}
+"""What to do with a file that is no JSON lines, by its first bytes."""
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 """How the files of a split are named, one of which should not be trained on."""
 _OUTSIDE_BRACKETS = r":(?![^\[]*\])"
@@ -154,7 +165,7 @@ def _json_lines(file: str, _images: str) -> Iterator[Row]:
         try:
             text = line.decode("utf-8").lstrip("\ufeff").rstrip()
             text = text[:-1] if text.endswith("},") else text  # as copied out of an array
-            content = json.loads(text, parse_constant=_no_constant)
+            content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
             if b"\\u" in line:
                 _check_text(content)
             yield Row(file, number, content)
@@ -171,13 +182,19 @@ def _json_lines(file: str, _images: str) -> Iterator[Row]:
 
 
 def _way_out(file: str) -> str:
-    """Return what to do with a file whose name says that it holds no JSON lines, as which it is read."""
+    """Return what to do with a file that holds no JSON lines, as which it is read."""
     suffix = Path(file).suffix.lower()
     if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
         return "; it is packed: unpack it first"
     if suffix in (".jsonl", ".json", ".ndjson", ""):
-        return ""
+        return _by_beginning(file)
     return f"; a file of the kind {suffix} is not known: make it .jsonl, .csv, .parquet or .arrow"
+
+
+def _by_beginning(file: str) -> str:
+    """Return what to do with a file by its first bytes, if they are those of another kind of file."""
+    begin = next(files.pieces(Path(file)), b"")
+    return next((f"; {way_out}" for first, way_out in _BEGINNINGS.items() if begin.startswith(first)), "")
 
 
 def _document(file: str, first: bytes) -> list[Any] | None:
@@ -193,9 +210,11 @@ def _document(file: str, first: bytes) -> list[Any] | None:
             return None
     try:
         whole = b"".join(files.pieces(Path(file))).removeprefix(_BOM)
-        content = json.loads(whole, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        content = json.loads(whole, parse_constant=_no_constant, object_pairs_hook=_once)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None
+    except ValueError as error:
+        raise RowError(f"{file}: {error}") from error
     if isinstance(content, list):
         return content if content and _is_rows(content) else None
     if not isinstance(content, dict) or (
@@ -245,6 +264,15 @@ def _check_text(content: Any) -> None:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"not JSON: {name} is no JSON number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; ValueError if it has a name twice, of which JSON readers forget the first."""
+    if len(made := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"not usable JSON: {twice!r} is twice in one object; rename one of them")
+    return made
 
 
 def _csv(file: str, _images: str) -> Iterator[Row]:
@@ -349,8 +377,9 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) ->
                     shown = {} if values.get(images) is None else {images: values.pop(images)}
                     yield Row(file, number, {**_fields(values, kinds), **shown})
     except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+        way_out = "" if file.startswith(HUB) else _by_beginning(file)
         raise RowError(
-            f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}"
+            f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}{way_out}"
         ) from error
 
 

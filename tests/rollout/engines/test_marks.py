@@ -52,6 +52,13 @@ def test_special_tokens_of_a_tekken_file_are_known(tmp_path: Path) -> None:
     assert read_marks(tmp_path) == Marks({"</s>": 2, "[/THINK]": 5}, (2,))
 
 
+def test_tekken_file_that_lists_no_special_tokens_has_those_of_its_time(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": {"version": "v3"}, "vocab": []}))
+    marks = read_marks(tmp_path)
+    assert (marks.end_ids, len(marks.ids)) == ((2,), 20)
+    assert [marks.ids[text] for text in ("[INST]", "[TOOL_CALLS]", "[TOOL_CONTENT]")] == [3, 9, 19]
+
+
 def test_special_tokens_of_a_sentencepiece_model_alone_are_known(tmp_path: Path) -> None:
     pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("[INST]", 4), ("▁a" * 99, 1), ("</think>", 3)]
     trainer_spec = b"\x12\x02\x18\x01"

@@ -211,6 +211,16 @@ def test_call_that_cannot_be_read_hides_no_other_and_is_counted(parser: str, goo
         ("llama3_json", '[f(s="5"), now()]'),
         ("llama3_json", '<function=f>{"s": "5"}</function>'),
         ("mistral", "[now()]"),
+        ("mistral", 'I see.\nf[ARGS]{"s": "5"}'),
+        ("hermes", '[TOOL_CALLS]f[ARGS]{"s": "5"}'),
+        (
+            "hermes",
+            '<\uff5ctool▁call▁begin\uff5c>f<\uff5ctool▁sep\uff5c>{"s": "5"}<\uff5ctool▁call▁end\uff5c>',
+        ),
+        ("hermes", '<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>f\n```json\n{"s": "5"}\n```'),
+        ("qwen3_coder", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"s": "5"}'),
+        ("qwen3_coder", '<invoke name="f"><parameter name="s">5</parameter></invoke>'),
+        ("hermes", '{"tool": "f", "parameters": {"s": "5"}}'),
     ],
 )
 def test_call_in_another_form_than_the_family_writes_is_counted(parser: str, text: str) -> None:
@@ -247,7 +257,9 @@ def test_calls_of_neighbouring_forms_are_read_and_drafts_of_the_reasoning_are_no
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize("text", ["It is 85.", "", '{"answer": 85}', "[1, 2]", "I <think> so.", "[g(3)]"])
+@pytest.mark.parametrize(
+    "text", ["It is 85.", "", '{"answer": 85}', "[1, 2]", "I <think> so.", "[g(3)]", "Call f, now."]
+)
 def test_answer_without_a_call_has_no_call_that_could_not_be_read(parser: str, text: str) -> None:
     turn = read(parser, text)
     assert not turn.calls and turn.unread_calls == 0

@@ -106,6 +106,13 @@ from rollout.rewards.numbers import last_number, single_number, with_decimal_com
         ("The answer is minus 7.", "-7"),
         ("Negative 7", "-7"),
         ("8 minus 7", "7"),
+        ("\\boxed{- \\frac{1}{2}}", "-1/2"),
+        ("$- 3$", "-3"),
+        ("$5$ - 3", "3"),
+        ("{-}3", "-3"),
+        ("\\frac{1,000}{3}", "1000/3"),
+        ("\\frac{- 1}{2{,}000}", "-1/2000"),
+        ("4.2e−2", "21/500"),
     ],
 )
 def test_last_number_is_read_as_it_is_written(text: str, number: str | None) -> None:

@@ -451,7 +451,16 @@ def test_object_over_lines_that_is_a_task_is_one(tmp_path: Path) -> None:
         ("t.tsv", b"prompt\tanswer\n1\t2\n", "a file of the kind .tsv is not known: make it .jsonl, .csv"),
         ("t.pkl", b"\x80\x04", "a file of the kind .pkl is not known"),
         ("t.jsonl.gz", b"\x1f\x8b", "it is packed: unpack it first"),
-        ("t.jsonl", '{"prompt": "1"}'.encode("utf-16"), "not UTF-8 at byte 0; save the file as UTF-8"),
+        ("t.jsonl", b"\x28\xb5\x2f\xfd", "it is packed: unpack it first"),
+        ("t.json", b"PAR1\x15", "it is Parquet: name it .parquet"),
+        ("t.jsonl", b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` there"),
+        ("t.parquet", b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` there"),
+        ("t.jsonl", b"<!DOCTYPE html>", "it is a web page"),
+        (
+            "t.jsonl",
+            '{"prompt": "1"}'.encode("utf-16"),
+            "not UTF-8 at byte 0; it is UTF-16; save the file as",
+        ),
     ],
 )
 def test_file_of_another_kind_says_what_to_make_of_it(

@@ -246,3 +246,16 @@ def test_answers_that_are_conversations_in_one_text_begin_with_the_prompt(
     assert (task["prompt"], task["chosen"], task["rejected"]) == (asked, " 7", " 7 or 8")
     with pytest.raises(TaskError, match="neither is there"):
         loaded(tmp_path, {"chosen": "7", "rejected": "8"})
+
+
+def test_messages_as_an_object_of_lists_are_read(tmp_path: Path) -> None:
+    task = loaded(tmp_path, {"messages": {"role": ["user", "assistant"], "content": ["Add 3.", "7"]}})
+    assert (task["messages"], task[ANSWER]) == ([ASK], SAY)
+
+
+@pytest.mark.parametrize("schema", ["input_schema", "inputSchema", "parameters"])
+def test_tools_of_other_interfaces_and_from_tables_have_their_parameters(schema: str) -> None:
+    padded = {"type": "object", "properties": {"a": {"type": "integer", "enum": None}, "b": None}}
+    tool = {"name": "add", "description": None, schema: padded}
+    for tools in ([tool], [json.dumps(tool)]):
+        assert checked_tools(tools) == [{"type": "function", "function": FUNCTION}]

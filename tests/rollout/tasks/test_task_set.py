@@ -35,6 +35,7 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
     [
         ("{", "not JSON"),
         ('{"prompt": NaN}', "NaN is no JSON number"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' is twice in one object"),
         ("[" * 100_000, "nested too deeply"),
         ("[1]", "expected a JSON object, got an array"),
         ("3", "expected a JSON object, got a number"),

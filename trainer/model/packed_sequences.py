@@ -235,7 +235,8 @@ def arrange(
             # Alone first: where one rank fails among layers that are gathered, the others would wait for it.
             reason = failure(kernel)
             if agree(not reason):
-                reason = trial.mistake(packed, apart, kernel)
+                if not has_one:  # else that one computes rows without shared prompts
+                    reason = trial.mistake(packed, apart, kernel)
                 if not reason and shares and not kernel.takes_bounds:
                     reason = trial.mistake(shared, Apart.MASKS, kernel)
             reasons[kernel] = "" if agree(not reason) else reason or "it fails on another rank"

@@ -243,10 +243,15 @@ def test_way_that_fails_on_one_rank_is_not_taken_on_any(monkeypatch: pytest.Monk
 def test_kernels_of_a_gpu_are_tried_only_if_used_and_prompts_shared_only_by_a_fast_one(
     broken: tuple[Kernel, ...], share_prompts: bool, shares: bool, tried: str
 ) -> None:
-    learner = learner_of("qwen3")
+    learner, by_flex = learner_of("qwen3"), []
+
+    def score(microbatch: Microbatch, apart: Apart, kernel: Kernel) -> Tensor:
+        by_flex.extend([microbatch.segments is not None] * (kernel is Kernel.FLEX))
+        return learner._run(learner.scorer, microbatch, apart, Kernel.OWN)[0]
+
     arrangement = packed_sequences.arrange(
         learner.scorer.config,
-        lambda microbatch, apart, _kernel: learner._run(learner.scorer, microbatch, apart, Kernel.OWN)[0],
+        score,
         bool,
         share_prompts=share_prompts,
         kernels=False,
@@ -256,6 +261,7 @@ def test_kernels_of_a_gpu_are_tried_only_if_used_and_prompts_shared_only_by_a_fa
     )
     assert (arrangement.packing.pairs_per_token > 0) == shares
     assert ", ".join(kernel.value for kernel in arrangement.kernels) == tried
+    assert (False in by_flex) == (Kernel.VARLEN in broken and Kernel.FLEX not in broken)
 
 
 DEEP: dict[str, dict[str, Any]] = {

@@ -29,6 +29,8 @@ LOOK_S = 0.2
 STILL_HERE = "0"
 """What the launcher tells every node now and then."""
 SAY_AGAIN_S = 30.0
+UNREACHED_S = 300.0
+"""After so long an actor that Ray cannot reach counts as dead."""
 MAX_RESTARTS = 10
 """How often a rank is started again, on whatever machine."""
 
@@ -155,6 +157,7 @@ class RayNode:
             self.name = f"rank {self._rank}, {host}"
             ray.get(self._actor.start.remote(self._argv))
             self._cluster.away.discard(self._rank)
+            reached_s = said_s = time.monotonic()
             while True:
                 try:
                     words = list(self._words)
@@ -162,8 +165,16 @@ class RayNode:
                     sent = [word for word in words if word != STILL_HERE or self._has_begun]
                     lines, code = ray.get(self._actor.exchange.remote(sent, READ_S))
                 except ray.exceptions.ActorUnavailableError:  # not yet dead
+                    now_s = time.monotonic()
+                    if now_s - reached_s >= UNREACHED_S:
+                        raise
+                    if now_s - said_s >= SAY_AGAIN_S:
+                        said_s = now_s
+                        say(f"{self.name}: Ray has not reached its actor for {now_s - reached_s:.0f} s; "
+                            f"waits until it answers or is dead, at most {UNREACHED_S:.0f} s")  # fmt: skip
                     time.sleep(LOOK_S)
                     continue
+                reached_s = said_s = time.monotonic()
                 del self._words[: len(words)]
                 for line in lines:
                     self._take(plain(line))

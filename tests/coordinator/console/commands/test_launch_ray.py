@@ -122,7 +122,7 @@ class Actor:
 
     def __init__(self) -> None:
         self._relay = Relay()
-        self.is_dead = False
+        self.is_dead = self.is_out_of_reach = False
 
     def __getattr__(self, name: str) -> Any:
         def remote(*given: Any) -> Callable[[], Any]:
@@ -131,12 +131,18 @@ class Actor:
         return SimpleNamespace(remote=remote)
 
     def _call(self, name: str, *given: Any) -> Any:
+        if self.is_out_of_reach and name == "exchange":
+            raise Unavailable("the actor is temporarily unavailable")
         if self.is_dead:
             raise Died("the actor died")
         return getattr(self._relay, name)(*given)
 
 
 class Died(Exception):
+    pass
+
+
+class Unavailable(Died):
     pass
 
 
@@ -155,7 +161,7 @@ class Cluster:
             get=lambda asked, timeout=None: asked(),
             wait=lambda asked, timeout: (asked, []) if self.has_machine else (time.sleep(0.01) or [], asked),
             kill=lambda actor: setattr(actor, "is_dead", True),
-            exceptions=SimpleNamespace(RayError=Died, ActorUnavailableError=TimeoutError),
+            exceptions=SimpleNamespace(RayError=Died, ActorUnavailableError=Unavailable),
         )
 
     def new_relay(self, _rank: int) -> Actor:
@@ -247,6 +253,31 @@ def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
     rank.node.tell("TERM")
     assert (rank.end(), rank.starts) == (130, 1)
     rank.cluster.actors[0]._relay.exchange(["TERM"], 0.0)
+
+
+def test_actor_that_ray_does_not_reach_is_waited_for_and_counts_as_dead_after_a_while(
+    begin: Callable[[str], Rank], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "SAY_AGAIN_S", 0.02)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    rank = begin(f"((n == 2)) && exit 0\n{READY_TO_WAIT}trap 'exit 130' TERM\n{WAIT}")
+    rank.until(lambda: rank.starts)
+    actor = rank.cluster.actors[0]
+    actor.is_out_of_reach, said = True, ""
+
+    def waits() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "waits until it answers or is dead, at most 300 s" in said
+
+    rank.until(waits)
+    assert rank.node.poll() is None and rank.starts == 1
+    actor.is_out_of_reach = False
+    rank.until(lambda: not rank.node._words)
+    monkeypatch.setattr(module, "UNREACHED_S", 0.05)
+    actor.is_out_of_reach = True
+    assert (rank.end(), rank.starts) == (0, 2)
+    actor._relay.exchange(["TERM"], 0.0)
 
 
 @pytest.mark.parametrize("code", [0, 3])

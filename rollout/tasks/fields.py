@@ -8,6 +8,7 @@ from typing import Any, cast
 from rollout.pictures import PictureError, pictures_in
 from rollout.tasks.messages import (
     ANSWER,
+    WORDS,
     Message,
     checked_message,
     checked_tools,
@@ -152,7 +153,7 @@ def _conversation(
             if str(error).startswith("role:"):
                 return value  # the check of the field says what is wanted
             raise ValueError(f"{_named(name, columns)}: {at}.{error}") from None
-        if not message.keys() & {"content", "value", "text"} and checked[-1].keys() == {"role", "content"}:
+        if not message.keys() & {*WORDS} and checked[-1].keys() == {"role", "content"}:
             return value
     return checked
 

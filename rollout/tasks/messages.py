@@ -20,6 +20,12 @@ _ROLES = {
 """Roles of chat templates by what data sets call them, in small letters."""
 _SHARE_GPT = {**_ROLES, **dict.fromkeys(("observation", "function_response", "tool_response"), "tool")}
 """Roles by what `from` calls them, where messages are written as {"from": ..., "value": ...}."""
+WORDS = ("content", "value", "text", "parts")
+"""What data sets call the words of a message, the last as Gemini's API does."""
+_TEXTS = ("text", "input_text", "output_text", None)
+"""Types of the parts of a content that are its words."""
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+"""What data sets call the arguments of a call."""
 _WITH_WORDS = ("system", "developer", "user")
 """Roles whose messages are nothing without words."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|from|content|value)['"]""")
@@ -36,7 +42,7 @@ def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> M
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("role: must be a string")
     message = {**message, "role": _ROLES.get(message["role"].lower(), message["role"])}
-    words = next((name for name in ("content", "value", "text") if name in message), "content")
+    words = next((name for name in WORDS if name in message), "content")
     content = message.pop(words, None)
     if isinstance(content, list) and take and any(map(_is_picture, content)):
         if message["role"] != "user":
@@ -45,8 +51,11 @@ def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> M
             )
         content = [_checked_part(part, take) for part in content]
     elif isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError("content: only parts of the type text are supported")
+        if not all(map(_is_text, content)):
+            raise ValueError(
+                "content: only parts of the type text are supported; reasoning is the field "
+                "`reasoning_content`, a call one of `tool_calls`"
+            )
         content = "".join(part["text"] for part in content)
     elif not isinstance(content, str | None):
         raise ValueError("content: must be a string or parts of the type text")
@@ -62,6 +71,10 @@ def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> M
     return {**filled, "content": content or ""}
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") in _TEXTS
+
+
 def _is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
@@ -71,7 +84,7 @@ def _checked_part(part: Any, take: Callable[[Any], str]) -> dict[str, str]:
     the picture is in the column `images`.
     """
     if not _is_picture(part):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        if not _is_text(part):
             raise ValueError("content: only parts of the types text, image and image_url are supported")
         return {"type": "text", "text": part["text"]}
     value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name)), None)
@@ -103,7 +116,8 @@ def _checked_calls(calls: Any) -> list[dict[str, Any]]:
             call = json.loads(call) if isinstance(call, str) else call
             function = call.get("function") or call
             id = {"id": str(call["id"])} if call.get("id") else {}
-            arguments = json.dumps(_arguments(function.get("arguments")), ensure_ascii=False)
+            given = next((function[name] for name in _ARGUMENTS if function.get(name)), None)
+            arguments = json.dumps(_arguments(given), ensure_ascii=False)
             called = {"name": str(function["name"]), "arguments": arguments}
             checked.append({**id, "type": "function", "function": called})
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

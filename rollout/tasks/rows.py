@@ -29,6 +29,8 @@ _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", 
 """What an object in one line calls the array of its rows."""
 _SHORT = {"float": np.float32, "halffloat": np.float16}
 """Numbers of less than 64 bits, by what Arrow calls them."""
+_JSON = "extension<arrow.json>"
+"""What Arrow calls a text of JSON: `datasets` writes values of several kinds so."""
 _LONGEST_CELL = 2**31 - 1
 _BEGINNINGS = {
     **dict.fromkeys(
@@ -376,7 +378,7 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) ->
                     number += 1
                     shown = {} if values.get(images) is None else {images: values.pop(images)}
                     yield Row(file, number, {**_fields(values, kinds), **shown})
-    except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+    except (pyarrow.ArrowException, ValueError, KeyError) as error:
         way_out = "" if file.startswith(HUB) else _by_beginning(file)
         raise RowError(
             f"{file}: damaged, or not of this kind: {' '.join(str(error).split()):.300}{way_out}"
@@ -446,7 +448,7 @@ def _is_json(kind: Any) -> bool:
         return _is_json(kind.value_type)
     simple = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal, types.is_null)
     texts = (types.is_string, types.is_large_string, types.is_string_view)
-    return any(test(kind) for test in (*simple, *texts))
+    return any(test(kind) for test in (*simple, *texts)) or str(kind) == _JSON
 
 
 def _fields(values: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
@@ -468,6 +470,8 @@ def _value(value: Any, kind: Any) -> Any:
         return _fields(value, {field.name: field.type for field in kind})
     if isinstance(value, list):
         return [_value(item, kind.value_type) for item in value]
+    if isinstance(value, str) and str(kind) == _JSON:
+        return json.loads(value)
     if isinstance(value, float) and (short := _SHORT.get(str(kind))):
         return float(str(short(value)))
     if isinstance(value, Decimal):

@@ -76,6 +76,30 @@ def test_answer_that_is_begun_or_has_two_messages_is_refused(tmp_path: Path) -> 
         loaded(tmp_path, {"messages": [ASK, SAY | {"prefix": True}]})
 
 
+@pytest.mark.parametrize("name", ["parameters", "input", "args"])
+def test_arguments_of_a_call_have_the_names_that_people_give_them(tmp_path: Path, name: str) -> None:
+    call = {"id": "c1", "name": "add", name: {"a": 3}}
+    task = loaded(tmp_path, {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]})
+    assert task[ANSWER]["tool_calls"] == [CALL]
+
+
+def test_reasoning_among_the_parts_of_a_message_is_none_of_its_words(tmp_path: Path) -> None:
+    parts = [{"type": "thinking", "text": "3 + 4"}, {"type": "text", "text": "7"}]
+    with pytest.raises(TaskError, match="reasoning is the field `reasoning_content`"):
+        loaded(tmp_path, {"messages": [ASK, {"role": "assistant", "content": parts}]})
+    said = {"role": "model", "parts": parts[1:]}
+    assert loaded(tmp_path, {"messages": [ASK, said]})[ANSWER] == SAY
+
+
+def test_columns_of_json_are_what_they_say(tmp_path: Path) -> None:
+    answer, tool = (pyarrow.array([json.dumps(value)], pyarrow.json_()) for value in ("7", FUNCTION))
+    tools = pyarrow.ListArray.from_arrays([0, 1], tool)
+    table = pyarrow.table({"messages": [[ASK]], "answer": answer, "tools": tools})
+    pyarrow.parquet.write_table(table, tmp_path / "tasks.parquet")
+    task = load_tasks(str(tmp_path / "tasks.parquet"), seed=0, split="train").tasks[0]
+    assert (task["answer"], task["tools"][0]["function"]) == ("7", FUNCTION)
+
+
 def test_call_that_is_none_is_refused(tmp_path: Path) -> None:
     bad = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "3"}}]}
     with pytest.raises(TaskError, match=r"`messages`: 1\.tool_calls: must be a list of calls"):

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ DAMAGED = ".damaged.json"
 """In a checkpoint: somebody has read all of it back, and it was not."""
 
 
+_HALF_PICTURE = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}\.tmp")
+
+
 class Incomplete(RuntimeError):
     """An output that should be there is missing or damaged; the message names it."""
 
@@ -49,6 +53,11 @@ def names(directory: Path) -> list[str]:
         return files.listing(directory)
     except FileNotFoundError:
         return []
+
+
+def half_pictures(run_dir: RunDir) -> list[Path]:
+    """Return the temporary files of pictures; of nodes that were killed in the moment, if none writes one."""
+    return [run_dir.images / name for name in names(run_dir.images) if _HALF_PICTURE.fullmatch(name)]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

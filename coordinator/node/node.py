@@ -14,6 +14,7 @@ from coordinator.directory.background import Background
 from coordinator.directory.history import History
 from coordinator.directory.layout import MASTER, Kind, RunDir
 from coordinator.directory.metrics_file import Finished
+from coordinator.directory.published import half_pictures
 from coordinator.directory.remover import Remover
 from coordinator.directory.sweeper import Sweeper
 from coordinator.journal.events import Events, about_this_process
@@ -237,6 +238,7 @@ class Node:
         if self.is_master:
             self.kept = self.flags.payloads(self.flags.wait_members(0, 0), kept)
             self.flags.leave(claims.left_over(self.run_dir, record.epoch))
+            self.flags.leave(half_pictures(self.run_dir))
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
             crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"

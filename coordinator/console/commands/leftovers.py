@@ -71,6 +71,7 @@ def look(crews: Sequence[RunDir], iteration: int) -> dict[Path, list[str]]:
     run_dir = crews[0]
     directories = (
         *(directory for crew in crews for directory in (*crew.protocol, crew.claims)),
+        run_dir.images,
         run_dir.checkpoints,
         run_dir.trainer_states,
         run_dir.batch(iteration),
@@ -108,6 +109,8 @@ def plan(
             elif directory == run_dir.trainer_states:
                 saved = parse_state_name(path.name.removeprefix(REMOVED))
                 kind = What.STATE if saved and saved[0] == iteration else None
+            elif directory == run_dir.images:
+                kind = What.TEMPORARY if files.is_temporary(path.name) else None
             elif (kind := _in_own_directory(path.name)) is None:
                 unknown.append(path)
             leftovers_here += [Leftover(path, kind)] if kind else []

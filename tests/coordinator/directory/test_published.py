@@ -15,6 +15,7 @@ from coordinator.keeping.resume import next_iteration, resume_at
 from coordinator.protocol.phases import Phase, rows_of
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
+from rollout.storage import files
 from tests.coordinator.examples import POLICY, write_checkpoint, write_json
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -236,3 +237,13 @@ def test_rows_that_follow_a_checkpoint_are_those_of_the_table() -> None:
         Phase.CHECKPOINT,
         Phase.ENGINE_RESTARTED,
     ]
+
+
+def test_half_picture_is_found_beside_pictures_and_what_creators_agreed_by(run_dir: RunDir) -> None:
+    assert published.half_pictures(run_dir) == []
+    picture = run_dir.images / ("ab" * 32)
+    files.make_directory(run_dir.images)
+    half = files.write_temporary(picture, b"half")
+    for name in (picture.name, f".{picture.name}.claim0.tmp", f".{picture.name}.verdict0.tmp"):
+        (run_dir.images / name).write_bytes(b"x")
+    assert published.half_pictures(run_dir) == [half]

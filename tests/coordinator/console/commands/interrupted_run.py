@@ -52,6 +52,9 @@ def interrupted_run(root: Path) -> RunDir:
     for trash in (f".{made.latest.name}.0011aabb.tmp", f"{made.staging(N, 2).name}.damaged/x", ".nfs00"):
         (made.checkpoints / trash).parent.mkdir(exist_ok=True)
         (made.checkpoints / trash).write_text("x")
+    made.images.mkdir()
+    for picture in ("ab" * 32, f".{'ab' * 32}.0011aabb.tmp"):
+        (made.images / picture).write_text("x")
     return made
 
 

@@ -23,6 +23,7 @@ def test_plan_names_all_that_the_iteration_left_what_was_made_last_first(run_dir
         ("protocol/main/workers/e0002.i000000.p00.r0001.enter", What.ENDED),
         ("protocol/main/master/e0003.i000002.p04.r0000.ok", What.FLAG),
         ("protocol/main/master/e0002.i000001.p04.r0000.ok", What.ENDED),
+        (f"images/.{'ab' * 32}.0011aabb.tmp", What.TEMPORARY),
         ("checkpoints/.LATEST.0011aabb.tmp", What.TEMPORARY),
         ("checkpoints/.iteration_000002.e0002.damaged", What.STAGING),
         ("checkpoints/.iteration_000002.e0003", What.STAGING),

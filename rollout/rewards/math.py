@@ -3,7 +3,9 @@
 """
 
 import functools
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from rollout.processes.reward import LibraryReward
@@ -11,6 +13,10 @@ from rollout.rewards.solutions import behind_mark
 from rollout.tasks.fields import name_of_answer
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed", "\\begin{")
+_SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2}(?![\w.]*\w)")
+"""A number with an exponent, as programs print it, in which the library would read Euler's number."""
+_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
+"""A thin space that groups digits."""
 
 
 def make_verifier() -> Callable[[str, str], float]:
@@ -22,13 +28,14 @@ def make_verifier() -> Callable[[str, str], float]:
 
     def parsed(text: str) -> list[Any]:
         # The library's own timeouts are signals, which do not stop C code; here the process is killed.
+        text = _SCIENTIFIC.sub(lambda number: f"{Decimal(number[0]):f}", _THOUSANDS.sub("", text))
         return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     @functools.lru_cache(maxsize=1024)  # the samples of a group have the same answer
     def expected(answer: str) -> list[Any]:
         is_marked = any(mark in answer for mark in _MATH_MARKS)
         # In unmarked LaTeX the library would take the last number only.
-        expressions = parsed(answer if is_marked else f"\\boxed{{{answer}}}")
+        expressions = (is_marked and parsed(answer)) or parsed(f"\\boxed{{{answer}}}")
         if not expressions:
             raise ValueError(f"its answer {answer!r} holds no mathematics")
         return expressions

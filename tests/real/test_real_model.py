@@ -17,8 +17,8 @@ from tests.engines.engines import KINDS, ONE_THREAD, VLLM_ARGS, Reference
 
 QUESTIONS = [f"What is {k} + {k + 3}? Answer in one short sentence." for k in range(2, 10)]
 SMALL = (
-    *("rollout.tasks_per_iteration=4", "rollout.samples_per_task=4", "rollout.max_tokens=16"),
-    *("trainer.global_batch_size=16", "trainer.learning_rate=1e-5", "trainer.warmup_steps=0"),
+    *("rollout.tasks_per_iteration=4", "rollout.samples_per_task=2", "rollout.max_tokens=10"),
+    *("trainer.global_batch_size=8", "trainer.learning_rate=1e-5", "trainer.warmup_steps=0"),
     "rollout.reward=tests.real.plugins:brevity",
 )
 SMALLEST = (

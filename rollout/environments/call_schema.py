@@ -1,8 +1,10 @@
 """Give the values in a model's tool calls the types that the schema of the function asks for. Pure."""
 
 import ast
+import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -128,6 +130,9 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 def _property(schema: Schema, name: str) -> Any:
     properties = schema.get("properties")
     known = properties.get(name) if isinstance(properties, Mapping) else None
+    if known is None and isinstance(patterns := schema.get("patternProperties"), Mapping):
+        with contextlib.suppress(re.error):
+            known = next((each for pattern, each in patterns.items() if re.search(pattern, name)), None)
     return known if known is not None else schema.get("additionalProperties")
 
 

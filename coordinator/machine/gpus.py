@@ -4,24 +4,34 @@ The use is read through NVML, which may hang where a driver is broken. So one th
 nobody ever waits for that thread.
 """
 
+import contextlib
+import logging
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
+from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 """How CUDA_VISIBLE_DEVICES names one; Slurm sets it to NoDevFiles for a job without GPUs."""
+ANSWER_S = 30.0
+"""How long nvidia-smi may take."""
+KILLED_S = 1.0
+NO_ANSWER = "no answer"
 DRIVER = "/proc/driver/nvidia/gpus"
 """Where NVIDIA's driver has a directory for each GPU."""
 
 
 def count_gpus() -> int:
-    """GPUs that this process may use, without importing torch."""
+    """GPUs that this process may use, without importing torch. nvidia-smi is asked once."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         items = [item.strip() for item in visible.split(",")]
@@ -31,11 +41,7 @@ def count_gpus() -> int:
     tool = shutil.which("nvidia-smi")
     if tool is None:  # slim containers may lack it
         return len(os.listdir(DRIVER)) if os.path.isdir(DRIVER) else 0
-    try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30.0, check=False)
-    except (subprocess.TimeoutExpired, OSError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return _count(tool)
 
 
 def list_gpus() -> tuple[list[dict[str, Any]], str]:
@@ -45,19 +51,47 @@ def list_gpus() -> tuple[list[dict[str, Any]], str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], ""
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30.0, check=False)
-    except subprocess.TimeoutExpired:
-        return [], "no answer in 30 s"
-    if done.returncode:
-        return [], (done.stdout + done.stderr).strip().partition("\n")[0]
-    fields = [line.rpartition(",") for line in done.stdout.splitlines() if line.strip()]
+    listed, problem = _ask(tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    fields = [line.rpartition(",") for line in listed if line.strip()]
+    if wrong := [line for line in listed if line.strip() and "," not in line]:
+        return [], f"its answer is no list of GPUs: {wrong[0]:.80}"
     return [
         # A GPU that shares the machine's memory says [N/A].
         {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}
         for name, _, mib in fields
-    ], ""
+    ], problem
+
+
+@cache
+def _count(tool: str) -> int:
+    listed, problem = _ask(tool, "-L")
+    if problem.startswith(NO_ANSWER):
+        log.warning("nvidia-smi: %s: this machine counts as one without GPUs; repair the driver, or set "
+                    "CUDA_VISIBLE_DEVICES", problem)  # fmt: skip
+    return sum(line.startswith("GPU ") for line in listed)
+
+
+def _ask(tool: str, *options: str) -> tuple[list[str], str]:
+    """Return the lines that nvidia-smi prints, and what is wrong with it. Where a driver is broken it hangs,
+    maybe so that nothing can kill it; and what it has started may keep its output open.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                [tool, *options], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            return [], f"{tool} cannot be started: {error.strerror}"
+        try:
+            code = process.wait(ANSWER_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
+            return [], f"{NO_ANSWER} in {ANSWER_S:g} s"
+        output.seek(0)
+        lines = output.read().decode("utf-8", "replace").splitlines()
+    return ([], next(iter(lines), f"exit code {code}")) if code else (lines, "")
 
 
 def least_gpu_bytes() -> float | None:

@@ -1,5 +1,8 @@
 """What a node says of its GPUs, with a driver that is made up."""
 
+import logging
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -185,3 +188,41 @@ def test_gpus_are_counted_as_cuda_counts_them(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus.count_gpus() == count
+
+
+@pytest.mark.parametrize(
+    ("words", "listed", "problem"),
+    [
+        ("echo 'GPU 0: H100 (UUID: GPU-1), 81559'", 1, ""),
+        ("sleep 1000 & echo 'GPU 0: H100 (UUID: GPU-1), 81559'", 1, ""),  # a child keeps the output open
+        ("true", 0, ""),
+        ("echo rubbish", 0, "its answer is no list of GPUs: rubbish"),
+        ("echo 'cannot talk to the driver'; exit 9", 0, "cannot talk to the driver"),
+        ("exit 9", 0, "exit code 9"),
+        ("exec sleep 1000", 0, "no answer in 0.2 s"),
+    ],
+)
+def test_whatever_nvidia_smi_does_is_bounded_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    words: str, listed: int, problem: str
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tool, pids = tmp_path / "nvidia-smi", tmp_path / "pids"
+    tool.write_text(f"#!/bin/bash\n{words}\njobs -p >> {pids}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpus, "ANSWER_S", 0.2 if "exec" in words else 60.0)
+    assert [gpus.count_gpus(), len(gpus.list_gpus()[0]), gpus.list_gpus()[1]] == [listed, listed, problem]
+    assert gpus.count_gpus() == listed, "it is asked once, and its silence is said once"
+    told = "this machine counts as one without GPUs; repair the driver, or set CUDA_VISIBLE_DEVICES"
+    assert [told in text for text in caplog.messages] == [True] * problem.startswith("no answer")
+    for pid in pids.read_text().split() if pids.exists() else ():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_nvidia_smi_that_is_no_program_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF of another machine")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus.list_gpus() == ([], f"{tmp_path}/nvidia-smi cannot be started: Exec format error")

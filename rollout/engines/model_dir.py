@@ -174,7 +174,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
         raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
     config = ADAPTER_CONFIG if is_adapter(root) else "config.json"
     if config not in names:
-        raise WeightsError(f"{root / config}: is missing")
+        raise _missing(root / config)
     read_json(root / config)
     weights = [root / name for name in weight_files(root)]
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -226,12 +226,20 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(files.read(file))
     except FileNotFoundError:
-        raise WeightsError(f"{file}: is missing") from None
+        raise _missing(file) from None
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{file}: must hold a JSON object")
     return value
+
+
+def _missing(file: Path) -> WeightsError:
+    """Return the error for a file that a model's directory lacks; a cache of the Hub has it in a folder."""
+    snapshots = file.parent / "snapshots"
+    folders = files.folder_names(snapshots) if files.exists(snapshots) else []
+    way_out = f"; give the snapshot, {snapshots / folders[0]}" if folders else ""
+    return WeightsError(f"{file}: is missing{way_out}")
 
 
 def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -34,7 +34,7 @@ _FOR_THE_MODEL = {
     **dict.fromkeys(
         (
             *("instruction", "input", "context", "history", "functions"),
-            *("choices", "options", "passage", "documents"),
+            *("function", "available_tools", "starter_code", "choices", "options", "passage", "documents"),
         ),
         "write it into the messages if it should",
     ),

@@ -101,6 +101,12 @@ def test_what_is_missing_is_named(directory: Path, tmp_path: Path) -> None:
         check_model_dir(directory)
 
 
+def test_folder_of_a_cache_names_its_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "abc").mkdir(parents=True)
+    with pytest.raises(WeightsError, match=r"config\.json: is missing; give the snapshot, .*/snapshots/abc$"):
+        check_model_dir(tmp_path)
+
+
 def test_pointer_in_place_of_a_file_is_said(directory: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123\n"
     (directory / "model.safetensors").write_text(pointer)

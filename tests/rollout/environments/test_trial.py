@@ -196,6 +196,7 @@ def test_parts_of_messages_that_the_template_leaves_out_are_one_warning(
     ("task", "warning"),
     [
         ({"system": "Be short."}, "does not see the field `system`; columns.system=system puts it before"),
+        ({"available_tools": ["add"]}, "does not see the field `available_tools`; write it into"),
         ({"input": "3 4"}, "does not see the field `input`; write it into the messages"),
         ({"choices": ["3", "4"]}, "does not see the field `choices`"),
         ({"input": ""}, None),

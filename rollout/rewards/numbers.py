@@ -44,7 +44,7 @@ _EXPRESSION = re.compile(
             r"(?P<none>0[xX][0-9a-fA-F]+|[0-9.]*\\(?:overline|dot)\{[0-9]+\}|\\sqrt(?:\[[^\]]*\])?(?:\{[^{}]*\}|[0-9]+)|√\s*[0-9.]+"
             r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?![0-9])|[0-9]+(?:[/⁄][0-9]+){2,}"
             rf"|{_PLAIN}(?::{_PLAIN})+)",
-            r"(?P<mark>[\^_]\s*\{?\s*[-+−]?[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
+            r"(?P<mark>[\^_]\s*\{?\s*[-+−]?\s*[0-9.]+\s*\}?|\b(?:mm|cm|dm|km|m|ft|in|yd|mi)[23]\b)",
             rf"(?P<fraction>(?:(?P<whole>[0-9]+)\s*)?\\[dtc]?frac\s*"
             rf"(?:\{{\s*(?P<above>[-−]?\s?{_IN_FRACTION})\s*\}}\s*\{{\s*(?P<below>[-−]?{_IN_FRACTION})\s*\}}"
             r"|(?P<above1>[0-9])\s*(?P<below1>[0-9])))",
@@ -90,8 +90,8 @@ _DECIMAL_COMMA = re.compile(
 )
 """What may be a decimal comma: before three digits it groups."""
 _POWER = re.compile(
-    r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,3})\s*\}?"
-    r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?[0-9]{1,2})\s*\}?)"
+    r"\s*(?:\\times|\\cdot|[×*·x])\s*10\s*(?:\^|\*\*)\s*\{?\s*([-−]?\s?[0-9]{1,3})\s*\}?"
+    r"|\s*(?P<own>(?:\^|\*\*)\s*\{?\s*([-−]?\s?[0-9]{1,2})\s*\}?)"
 )
 
 
@@ -140,7 +140,7 @@ def _expressions(text: str) -> Iterator[list[Fraction | None]]:
             elif power := _POWER.match(text, at):
                 at = power.end()
                 base = value if power["own"] else Fraction(10)
-                exponent = int((power[1] or power[3]).replace("−", "-"))
+                exponent = int((power[1] or power[3]).replace("−", "-").replace(" ", ""))
                 is_huge = abs(exponent) > 99 or len(str(base)) > 20 or (not base and exponent < 0)
                 value = None if is_huge else base**exponent * (1 if power["own"] else value)
         is_money = _CURRENCY.search(text[max(0, match.start() - 2) : match.start()])

@@ -110,6 +110,8 @@ from rollout.rewards.numbers import last_number, single_number, with_decimal_com
         ("$- 3$", "-3"),
         ("$5$ - 3", "3"),
         ("{-}3", "-3"),
+        ("7 m^{- 3}", "7"),
+        ("10^{- 2}", "1/100"),
         ("\\frac{1,000}{3}", "1000/3"),
         ("\\frac{- 1}{2{,}000}", "-1/2000"),
         ("4.2e−2", "21/500"),

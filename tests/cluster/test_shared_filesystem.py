@@ -226,7 +226,7 @@ def test_nodes_go_on_by_themselves_after_whatever_happened_to_their_mounts(
     assert "is lost" not in nodes.said()
     nodes.shared[0].freeze()
     nodes.cluster.until(lambda: fences_itself(0), "rank 0 fences itself")
-    time.sleep(8)  # until it has been silent for longer than node_timeout
+    nodes.cluster.until(lambda: says(1, r"holding: rank 0 \(.*is lost"), "the worker finds it lost")
     nodes.shared[0].thaw()
 
     begin(3)

@@ -10,10 +10,10 @@ header) and `header_sha256` (of the safetensors header itself, with this one val
 
 import hashlib
 import itertools
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from json import dumps, loads  # code of the user's may set others in the module
 from typing import Any, Literal, NotRequired
 
 import numpy as np
@@ -126,7 +126,7 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
         "loss_mask": [sample.loss_mask for sample in samples],
         "logprobs": [sample.logprobs for sample in samples],
         "offsets": [np.cumsum([0, *lengths], dtype=_NUMPY["I64"])],
-        "records": [np.frombuffer(json.dumps(records, allow_nan=False).encode(), dtype=np.uint8)],
+        "records": [np.frombuffer(dumps(records, allow_nan=False).encode(), dtype=np.uint8)],
     }
     taught = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
     if taught:
@@ -150,7 +150,7 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
     }
     try:
         # Not validate_json: text may hold half of a surrogate pair, which only Python's parser accepts.
-        records = _RECORDS.validate_python(json.loads(arrays["records"].tobytes()))
+        records = _RECORDS.validate_python(loads(arrays["records"].tobytes()))
     except ValueError as error:
         raise DamagedPart(f"the records do not parse: {error}") from error
     offsets = arrays["offsets"].tolist()
@@ -219,8 +219,8 @@ def _blob(columns: dict[str, list[NDArray[Any]]], header: dict[str, Any]) -> byt
         end += chunk.nbytes
         shape = [(end - begin) // dtype.itemsize]
         entries[name] = {"dtype": _ALL[name], "shape": shape, "data_offsets": [begin, end]}
-    metadata = {"part": json.dumps(header), "data_sha256": digest.hexdigest(), "header_sha256": _ZEROS}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":"))
+    metadata = {"part": dumps(header), "data_sha256": digest.hexdigest(), "header_sha256": _ZEROS}
+    text = dumps({"__metadata__": metadata, **entries}, separators=(",", ":"))
     text += " " * (-len(text) % 8)
     sealed = _sealed(text, _ZEROS, hashlib.sha256(text.encode()).hexdigest())
     return b"".join([struct.pack("<Q", len(sealed)), sealed.encode(), *chunks])
@@ -252,7 +252,7 @@ def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], 
         raise DamagedPart(f"its header should end at byte {start}, the part has {len(data)}")
     try:
         text = bytes(data[8:start]).decode("ascii")
-        entries = json.loads(text)
+        entries = loads(text)
         metadata = entries.pop("__metadata__")
         sealed_by, data_sha256 = metadata["header_sha256"], metadata["data_sha256"]
         if (

@@ -10,9 +10,9 @@ with the last but one order after it, so that a run of many iterations keeps the
 hint: both sides look again after a while.
 """
 
-import json
 import threading
 from collections.abc import Mapping
+from json import dumps, loads  # code of the user's may set others in the module
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Mailbox:
         """Append a message, and wake the other side."""
         # Opened for each message: user code in the collector may close every descriptor of its process.
         with self._lock, self._outgoing.open("ab", buffering=0) as file:
-            file.write(json.dumps(message).encode() + b"\n")
+            file.write(dumps(message).encode() + b"\n")
         ring(self._bell)
 
     def receive(self) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ class Mailbox:
             return []
         whole = data[: data.rfind(b"\n") + 1]  # the writer may be in the middle of a line
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [loads(line) for line in whole.splitlines()]
 
 
 def order_path(spool: Path, number: int) -> Path:

@@ -16,7 +16,6 @@ session of its own is ended where the node ends the process, and survives only i
 import asyncio
 import atexit
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from json import dumps, loads  # code of the user's may set others in the module
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,7 +110,7 @@ class ProcessPool:
         """As `call`, but return what will hold the value. A call that has not begun can be cancelled; its
         deadline counts from its begin. TypeError if an argument is no JSON.
         """
-        call = _Call(json.dumps(arguments).encode() + b"\n", deadline_s, Future())
+        call = _Call(dumps(arguments).encode() + b"\n", deadline_s, Future())
         with self._lock:
             if self._closed:
                 raise CallFailed("the pool is closed")
@@ -210,7 +210,7 @@ class ProcessPool:
             self._processes.add(process)
         first = {"parameters": self._parameters, "path": search_path(), "is_library": self._say is None}
         try:
-            answer = process.exchange(json.dumps(first).encode() + b"\n", START_TIMEOUT_S)
+            answer = process.exchange(dumps(first).encode() + b"\n", START_TIMEOUT_S)
             if "error" in answer:
                 raise _failure(f"{self.maker}: {answer['error']}", answer["traceback"])
             return process
@@ -272,7 +272,7 @@ class _Process:
         except (OSError, ValueError):  # the socket is broken: it has died; or closed: it was killed
             answer = b""
         if answer.endswith(b"\n"):
-            return json.loads(answer)
+            return loads(answer)
         code = self._exit_code()
         self.kill()
         if code == -signal.SIGKILL:  # by close(), or by the kernel because memory was full

@@ -9,7 +9,6 @@ Then MAKER's function is called with the array in each line that arrives. The an
 
 import contextlib
 import importlib
-import json
 import logging
 import numbers
 import os
@@ -21,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
+from json import dumps, loads  # code of the user's may set others in the module
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,16 @@ def main(maker: str) -> None:
 
         def answer(function: Callable[..., Any], arguments: list[Any]) -> None:
             try:
-                text = json.dumps({"value": function(*arguments)}, default=_as_number)
+                text = dumps({"value": function(*arguments)}, default=_as_number)
             except BaseException as error:  # the caller decides what it means
-                text = json.dumps(_failure(error))
+                text = dumps(_failure(error))
             if os.getpid() != pid:  # the function has forked: one answer is enough
                 os._exit(0)
             lines.write(text.encode() + b"\n")
             lines.flush()
 
         functions: list[Callable[..., Any]] = []
-        first = json.loads(lines.readline())
+        first = loads(lines.readline())
         _search(first["path"])
         if first["is_library"]:
             _restrict()
@@ -56,7 +56,7 @@ def main(maker: str) -> None:
             importlib.import_module("rollout.plugins").keep_process()
         answer(lambda: functions.append(_make(maker, first["parameters"])), [])
         for line in lines if functions else ():
-            answer(functions[0], json.loads(line))
+            answer(functions[0], loads(line))
 
 
 def _search(path: list[str]) -> None:

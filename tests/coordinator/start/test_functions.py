@@ -82,3 +82,11 @@ def test_module_that_cannot_be_loaded_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
     with pytest.raises(SettingsError, match=rf"^eval.sets.hard.environment=cannot_load:play: .*{why}"):
         load_functions("exact", "cannot_load:play", "eval.sets.hard")
+
+
+def test_reward_that_takes_json_away_harms_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"import json\njson.dumps = json.loads = None\n{SOURCE}"
+    write(tmp_path, monkeypatch, "sets_json", text)
+    assert load_functions("sets_json:score", "single_turn").reward.name == "sets_json:score"

@@ -33,7 +33,7 @@ os._exit(0)
 """
 """As a collector does: it loads the function, and has a process of a pool call it."""
 SPOILS = """
-import inspect, os, pathlib, sys, tempfile
+import inspect, json, os, pathlib, sys, tempfile
 
 def spoil():
     {path}
@@ -41,6 +41,7 @@ def spoil():
     os.rmdir(os.getcwd())
     sys.setrecursionlimit(len(inspect.stack(0)) + 8)
     os.umask(0o777)
+    json.dumps = json.loads = None
 
 def score(task, completion):
     spoil()

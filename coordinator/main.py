@@ -89,7 +89,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_ite
     except Ended as end:
         return _end(node, end)
     except BaseException as error:  # the others must not wait for this node, whatever the error is
-        error = explained(error)
+        error = node.children.explained(explained(error))
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
         gone = f". {gone}" if (gone := node.outage.gone()) else ""

@@ -232,6 +232,15 @@ class Children:
         """The Python that runs engine and trainer."""
         return (self.group and self.group.program) or sys.executable
 
+    def explained(self, error: BaseException) -> BaseException:
+        """Return `error`, or what it comes from if somebody has removed the spool."""
+        if self.spool.exists():
+            return error
+        return ChildError(
+            f"{self.spool} was removed while this node ran, maybe by a cleaner of old files; set TMPDIR "
+            "to a directory of this machine that nobody cleans"
+        )
+
     def new_spool(self, name: str) -> Path:
         """Make the spool of a child that is about to start, for arguments that must name it."""
         spool = self.spool / f"{name}-{next(self._numbers)}"

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -455,3 +456,11 @@ def test_logging_is_quiet_when_all_goes_well(children: Children, caplog: pytest.
         children.start("engine", ["sleep", "1000"])
         children.close()
     assert caplog.messages == []
+
+
+def test_error_that_comes_of_a_cleaner_of_temporary_files_says_so(children: Children) -> None:
+    error = FileNotFoundError("trainer-3")
+    assert children.explained(error) is error
+    shutil.rmtree(children.spool)
+    explained = children.explained(error)
+    assert isinstance(explained, ChildError) and f"{children.spool} was removed" in str(explained)

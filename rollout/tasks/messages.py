@@ -116,8 +116,8 @@ def _checked_calls(calls: Any) -> list[dict[str, Any]]:
             call = json.loads(call) if isinstance(call, str) else call
             function = call.get("function") or call
             id = {"id": str(call["id"])} if call.get("id") else {}
-            given = next((function[name] for name in _ARGUMENTS if function.get(name)), None)
-            arguments = json.dumps(_arguments(given), ensure_ascii=False)
+            values = next((function[name] for name in _ARGUMENTS if function.get(name)), None)
+            arguments = json.dumps(_arguments(values), ensure_ascii=False)
             called = {"name": str(function["name"]), "arguments": arguments}
             checked.append({**id, "type": "function", "function": called})
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

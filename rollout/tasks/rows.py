@@ -270,11 +270,11 @@ def _no_constant(name: str) -> None:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object; ValueError if it has a name twice, of which JSON readers forget the first."""
-    if len(made := dict(pairs)) < len(pairs):
+    if len(fields := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"not usable JSON: {twice!r} is twice in one object; rename one of them")
-    return made
+    return fields
 
 
 def _csv(file: str, _images: str) -> Iterator[Row]:

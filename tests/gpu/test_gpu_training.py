@@ -113,7 +113,7 @@ def test_step_in_bfloat16_does_what_float32_on_the_cpu_does(
 ) -> None:
     """The losses and gradient norms of three steps, within what bfloat16 resolves (8 bits)."""
     batch = make_batch([200, 64, 300, 17, 128, 90], SMALL["vocab_size"])
-    sizes = {"global_batch_size": 2, "max_tokens_per_microbatch": 512}
+    sizes: dict[str, Any] = {"global_batch_size": 2, "max_tokens_per_microbatch": 512}
     cpu_settings = settings_of("replicated", **sizes)
     exact = run(build_learner(small, torch.device("cpu"), cpu_settings), batch, cpu_settings)
     settings = settings_of(layout, **sizes)

@@ -59,6 +59,7 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
     A failure is reported in the spool and ends the process with exit status 1.
     """
     disable_progress_bar()
+    renew_threads()
     local_rank = int(os.environ["LOCAL_RANK"])
     number = 0
     try:
@@ -90,6 +91,15 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
         logger.exception("request %d failed", number)
         # An ordinary exit would run destructors, which may wait for peers that hang in a collective.
         os._exit(1)
+
+
+def renew_threads() -> None:
+    """Make torch's pool of threads, which a fork of the agent has lost.
+
+    Else the threads that load a model do it at the same time, and in one of six forks one of them finds no
+    pool ("Invalid thread pool!").
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def check_gpus(counted: str | None) -> int:

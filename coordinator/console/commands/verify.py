@@ -51,6 +51,10 @@ NUMBERS = {
 """Number types of weights, and of buffers beside them, as numpy reads their bits."""
 
 
+class NotMade(RuntimeError):
+    """An iteration could not be made again; the message says why."""
+
+
 def verify(root: Path, iteration: int | None, files_only: bool) -> int:
     """Print what holds and what does not; return 0 if all does, else 1. SettingsError if there is no run, or
     no checkpoint of `iteration`.
@@ -71,7 +75,11 @@ def verify(root: Path, iteration: int | None, files_only: bool) -> int:
     print("\n".join(_described(chain)), flush=True)
     if chain.broken or files_only:
         return int(bool(chain.broken))
-    return 0 if _comes_out_again(run, iteration or there[-1], record, base) else 1
+    try:
+        return 0 if _comes_out_again(run, iteration or there[-1], record, base) else 1
+    except NotMade as error:
+        print(f"run: {plain(str(error))}", file=sys.stderr)
+        return 1
 
 
 def _described(chain: Chain) -> Iterator[str]:
@@ -159,7 +167,7 @@ def _fork(run_dir: RunDir, number: int) -> Generator[RunDir]:
 
 def _make(root: Path, number: int, words: list[str]) -> None:
     """Run the nodes of a fork on this machine until the iteration is finished; their lines of it go to
-    stderr. Raises RuntimeError with their last line if they end before.
+    stderr. Raises NotMade if they end before.
     """
 
     def is_finished() -> bool:
@@ -178,7 +186,13 @@ def _make(root: Path, number: int, words: list[str]) -> None:
         nodes.terminate()
         nodes.wait(END_S)
     if not is_finished():
-        raise RuntimeError(f"iteration {number} could not be made again: {nodes.tail(1)}")
+        raise NotMade(f"iteration {number} could not be made again: {_reason(nodes.tail().splitlines())}")
+
+
+def _reason(lines: list[str]) -> str:
+    """Return the last of the lines of a run that says why it has ended, if there is one, else the last."""
+    errors = [line for line in lines if "error: " in line or line.startswith("run: ")]
+    return next(reversed(errors or lines), "").removeprefix("run: ")
 
 
 def _distance(theirs: Path, ours: Path, before: Path) -> tuple[float, float]:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+")
 """How CUDA_VISIBLE_DEVICES names one; Slurm sets it to NoDevFiles for a job without GPUs."""
+_LISTED = re.compile(r",\s*(\d+|\[.*\])\s*\Z")
+"""How nvidia-smi ends a line with a GPU's memory."""
 ANSWER_S = 30.0
 """How long nvidia-smi may take."""
 KILLED_S = 1.0
@@ -52,14 +54,14 @@ def list_gpus() -> tuple[list[dict[str, Any]], str]:
     if tool is None:
         return [], ""
     listed, problem = _ask(tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    fields = [line.rpartition(",") for line in listed if line.strip()]
-    if wrong := [line for line in listed if line.strip() and "," not in line]:
-        return [], f"its answer is no list of GPUs: {wrong[0]:.80}"
+    fields = [line.rpartition(",") for line in listed if _LISTED.search(line)]
+    if not fields:
+        return [], problem or next((f"its answer is no list of GPUs: {line:.80}" for line in listed), "")
     return [
         # A GPU that shares the machine's memory says [N/A].
         {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}
         for name, _, mib in fields
-    ], problem
+    ], ""
 
 
 @cache
@@ -73,7 +75,8 @@ def _count(tool: str) -> int:
 
 def _ask(tool: str, *options: str) -> tuple[list[str], str]:
     """Return the lines that nvidia-smi prints, and what is wrong with it. Where a driver is broken it hangs,
-    maybe so that nothing can kill it; and what it has started may keep its output open.
+    maybe so that nothing can kill it; and what it has started may keep its output open. It may list all GPUs
+    and end with 14, because of something in one of them that nobody needs (infoROM).
     """
     with tempfile.TemporaryFile() as output:
         try:
@@ -91,7 +94,7 @@ def _ask(tool: str, *options: str) -> tuple[list[str], str]:
             return [], f"{NO_ANSWER} in {ANSWER_S:g} s"
         output.seek(0)
         lines = output.read().decode("utf-8", "replace").splitlines()
-    return ([], next(iter(lines), f"exit code {code}")) if code else (lines, "")
+    return lines, next(iter(lines), f"exit code {code}") if code else ""
 
 
 def least_gpu_bytes() -> float | None:

@@ -33,7 +33,7 @@ DRIVER = "/proc/driver/nvidia/gpus"
 
 
 def count_gpus() -> int:
-    """GPUs that this process may use, without importing torch. nvidia-smi is asked once."""
+    """Count the GPUs that this process may use, without importing torch. nvidia-smi is asked once."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         items = [item.strip() for item in visible.split(",")]

@@ -15,7 +15,7 @@ from rollout.storage import files, once
 from trainer.settings import LoraSettings
 
 SAVED_EVERY = ((20 * 10**9, 10), (10**9, 2))
-"""An optimizer's state of more than so many bytes is saved in the background, with every so manieth
+"""Pairs (bytes, n): an optimizer's state above so many bytes is saved in the background, with every n-th
 checkpoint, unless the user says how often."""
 
 

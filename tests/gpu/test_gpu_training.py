@@ -97,7 +97,7 @@ def run(learner: Learner, batch: Batch, settings: TrainerSettings) -> list[StepS
 
 
 def settings_of(layout: str, share_prompts: bool = False, **more: Any) -> TrainerSettings:
-    """Without shared prompts no flex kernels are compiled, which takes 40 s for each learner."""
+    """Return settings; without shared prompts no flex kernels are compiled, for 40 s in each learner."""
     more |= {"learning_rate": 1e-4, "warmup_steps": 0, "share_prompts": share_prompts}
     return TrainerSettings(**LAYOUTS[layout], **more)
 

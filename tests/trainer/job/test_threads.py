@@ -13,7 +13,7 @@ FORKS = 60
 
 
 def in_fork(function: Callable[[], object]) -> int:
-    """The exit code of a fork that calls it; 1: it raised."""
+    """Return the exit code of a fork that calls the function; 1: it raised."""
     if (pid := os.fork()) == 0:
         code = 1
         try:

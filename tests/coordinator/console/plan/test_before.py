@@ -10,7 +10,7 @@ from tests.models import make_model
 
 
 def run(*words: str) -> int:
-    """The exit code of `run`."""
+    """Return the exit code of `run` with these words."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["run", *words])
         return main()

@@ -10,6 +10,7 @@ with the last but one order after it, so that a run of many iterations keeps the
 hint: both sides look again after a while.
 """
 
+import os
 import threading
 from collections.abc import Mapping
 from json import dumps, loads  # code of the user's may set others in the module
@@ -52,12 +53,15 @@ class Mailbox:
         ring(self._bell)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come since the last call."""
+        """Return the messages that have come since the last call. Raises FileNotFoundError if the spool is
+        gone.
+        """
         try:
             with self._incoming.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except FileNotFoundError:  # nothing was sent yet
+            os.stat(self._incoming.parent)
             return []
         whole = data[: data.rfind(b"\n") + 1]  # the writer may be in the middle of a line
         self._offset += len(whole)

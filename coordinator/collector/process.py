@@ -77,7 +77,7 @@ class Process:
     """Does what the orders of the node say, until it is killed."""
 
     def __init__(self, spool: Path) -> None:
-        self._spool = spool
+        self.spool = spool
         self._pid = os.getpid()
         self._number = 0
         """Of the order that is being done, or was done last."""
@@ -98,15 +98,15 @@ class Process:
 
     async def live(self) -> None:
         """Take up orders and messages for ever."""
-        bell = Bell(self._spool)
+        bell = Bell(self.spool)
         own_task(self._tick())
         while True:
             for message in self._box.receive():
                 self._hear(message)
             is_idle = self._obeying is None or self._obeying.done()
-            if is_idle and order_path(self._spool, self._number + 1).exists():
+            if is_idle and order_path(self.spool, self._number + 1).exists():
                 self._number += 1
-                self._box = Mailbox.of_collector(self._spool, self._number)
+                self._box = Mailbox.of_collector(self.spool, self._number)
                 continue
             await bell.wait(LOOK_S)
 
@@ -361,7 +361,11 @@ class _ToNode(logging.Handler):
 async def live(process: Process) -> None:
     """Do what the node orders, until the node ends this process."""
     with waiting_for_space(math.inf, process.say_full):
-        await process.live()
+        try:
+            await process.live()
+        except FileNotFoundError:
+            if process.spool.exists():
+                raise  # else its node, which says so, ends as well
 
 
 def main() -> int:

@@ -244,7 +244,8 @@ class Children:
     def new_spool(self, name: str) -> Path:
         """Make the spool of a child that is about to start, for arguments that must name it."""
         spool = self.spool / f"{name}-{next(self._numbers)}"
-        (spool / keeper.PGID_DIR).mkdir(parents=True)
+        spool.mkdir()  # not its parents: that this node's own was removed is to be said
+        (spool / keeper.PGID_DIR).mkdir()
         return spool
 
     def start(

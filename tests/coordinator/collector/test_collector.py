@@ -198,6 +198,21 @@ def test_what_is_in_flight_is_finished_in_the_next_epoch(
     assert sorted(machine.asked) == ["0", "1", "2", "3", "4"], "a group in flight was begun again"
 
 
+@pytest.mark.timeout(30)
+def test_row_ends_once_somebody_has_removed_the_spool(
+    machine: Machine, collector: CollectorHost, listener: Listener, run_dir: RunDir
+) -> None:
+    def remove_once_begun() -> None:
+        while not machine.asked:
+            time.sleep(0.01)
+        machine.spool.rename(machine.spool.with_name("removed"))
+
+    threading.Thread(target=remove_once_begun, daemon=True).start()
+    with pytest.raises(FileNotFoundError):
+        collector.collect(order_for(run_dir, [0, 1]), listener)
+    machine.spool.with_name("removed").rename(machine.spool)  # for the end of this test
+
+
 @pytest.mark.parametrize("claims", [True, False])
 def test_what_the_plan_leaves_with_a_node_that_has_lost_it_is_made_again(
     machine: Machine, collector: CollectorHost, listener: Listener, run_dir: RunDir, claims: bool

@@ -17,7 +17,7 @@ from rollout.tasks.messages import (
     without_answer,
 )
 from rollout.tasks.pictures import with_column
-from rollout.tasks.rows import Row
+from rollout.tasks.row import Row
 
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """The fields that may be a list of messages."""

@@ -19,7 +19,8 @@ from rollout.tasks.fields import task_of
 from rollout.tasks.messages import with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
 from rollout.tasks.pictures import Pictures
-from rollout.tasks.rows import HUB, RowError, place, rows
+from rollout.tasks.row import HUB, RowError, place
+from rollout.tasks.rows import rows
 from rollout.tasks.shapes import shape_tasks
 from rollout.tasks.stored import SomeTasks, StoredTasks
 from rollout.tasks.text_gym import text_gym_tasks

@@ -1,0 +1,172 @@
+"""Read rows of text: JSON lines, one JSON document, CSV."""
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout.storage import files
+from rollout.tasks.row import Row, RowError, hint_by_beginning
+
+_BOM = b"\xef\xbb\xbf"
+_WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
+"""What an object in one line calls the array of its rows."""
+_LONGEST_CELL = 2**31 - 1
+
+
+def _lines(file: str) -> Iterator[bytes]:
+    """Yield the lines of a file, without the line feed."""
+    rest = b""
+    for piece in files.pieces(Path(file)):
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
+
+
+def read_json(file: str, _images: str) -> Iterator[Row]:
+    first = next((line for line in _lines(file) if line.strip()), b"").removeprefix(_BOM).strip()
+    if first and (document := _document(file, first)) is not None:
+        for number, content in enumerate(document, start=1):
+            _check_text(content)
+            yield Row(file, number, content)
+        return
+    for number, line in enumerate(_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode("utf-8").lstrip("\ufeff").rstrip()
+            text = text[:-1] if text.endswith("},") else text  # as copied out of an array
+            content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
+            if b"\\u" in line:
+                _check_text(content)
+            yield Row(file, number, content)
+        except UnicodeDecodeError as error:
+            way_out = _way_out(file) or "; save the file as UTF-8"
+            raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{way_out}") from error
+        except json.JSONDecodeError as error:
+            where = f"{file}:{number}: not JSON: {error.msg} at column {error.colno}"
+            raise RowError(f"{where}{_way_out(file)}") from error
+        except RecursionError as error:
+            raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
+        except ValueError as error:
+            raise RowError(f"{file}:{number}: {error}") from error
+
+
+def _way_out(file: str) -> str:
+    """Return what to do with a file that holds no JSON lines, as which it is read."""
+    suffix = Path(file).suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
+        return "; it is packed: unpack it first"
+    if suffix in (".jsonl", ".json", ".ndjson", ""):
+        return hint_by_beginning(file)
+    return f"; a file of the kind {suffix} is not known: make it .jsonl, .csv, .parquet or .arrow"
+
+
+def _document(file: str, first: bytes) -> list[Any] | None:
+    """Return the rows of a file that is one JSON document: an array, an object around one, or an object of
+    columns. None if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
+    """
+    try:
+        line = json.loads(first)
+        if not isinstance(line, list) and not (isinstance(line, dict) and line.keys() & _WRAPPERS):
+            return None
+    except ValueError:
+        if first[:1] not in (b"[", b"{"):
+            return None
+    try:
+        whole = b"".join(files.pieces(Path(file))).removeprefix(_BOM)
+        content = json.loads(whole, parse_constant=_no_constant, object_pairs_hook=_once)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    except ValueError as error:
+        raise RowError(f"{file}: {error}") from error
+    if isinstance(content, list):
+        return content if content and _is_rows(content) else None
+    if not isinstance(content, dict) or (
+        content.keys() & {"prompt", "messages"} and not _is_columns(content)
+    ):
+        return [content]
+    if _is_columns(content):
+        columns = {
+            name: list(value.values()) if isinstance(value, dict) else value
+            for name, value in content.items()
+        }
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lists = {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, list) and value and _is_rows(value)
+    }
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    there = f"rows in each of {', '.join(lists)}" if lists else "no rows"
+    raise RowError(
+        f"{file}: is one JSON object, with {there}; write one JSON object a line, or an array of them"
+    )
+
+
+def _is_rows(values: list[Any]) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _is_columns(content: dict[str, Any]) -> bool:
+    """Return whether an object has a list, or an object by row, for each column, as pandas writes tables."""
+    kinds, sizes = {type(value) for value in content.values()}, set[int]()
+    if kinds not in ({list}, {dict}):
+        return False
+    sizes = {len(value) for value in content.values()}
+    of_rows = kinds == {list} and any(_is_rows(value) for value in content.values())
+    return len(sizes) == 1 and 0 not in sizes and len(content) > 1 and not of_rows
+
+
+def _check_text(content: Any) -> None:
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"not text: {half} is half of a character; write the other half behind it") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"not JSON: {name} is no JSON number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; ValueError if it has a name twice, of which JSON readers forget the first."""
+    if len(fields := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"not usable JSON: {twice!r} is twice in one object; rename one of them")
+    return fields
+
+
+def read_csv(file: str, _images: str) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST_CELL)
+    lines = _lines(file)
+    first = next(lines).removeprefix(b"\xef\xbb\xbf")  # spreadsheets begin a file so
+    number = 0
+    try:
+        texts = (line.decode("utf-8") + "\n" for line in itertools.chain([first], lines))
+        table = csv.reader(texts, strict=True, skipinitialspace=b", " in first)
+        header = [name.strip() for name in next(table, [])]
+        if len(header) == 1 and (sign := next((sign for sign in ";\t|" if sign in header[0]), None)):
+            raise RowError(f"{file}: has {sign!r} between its columns; save it with commas")
+        if len(set(header)) < len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            raise RowError(f"{file}: the header has the column {twice!r} twice; rename one of them")
+        for cells in table:
+            if not cells:
+                continue
+            number += 1
+            if len(cells) != len(header):
+                raise RowError(
+                    f"{file}, row {number}: has {len(cells)} cells, but the header has {len(header)}; put "
+                    "quotes around a text with commas"
+                )
+            yield Row(file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+    except UnicodeDecodeError as error:
+        raise RowError(f"{file}, row {number + 1}: not UTF-8; save the file as UTF-8") from error
+    except csv.Error as error:
+        raise RowError(f"{file}, row {number + 1}: not CSV: {error}") from error

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,6 +14,7 @@ import typer
 
 from coordinator.console.commands.arguments import LogPath, Words, new_app, option
 from coordinator.console.commands.parse import COMMANDS, LOCAL
+from coordinator.start.request import StartRequest
 
 PROGRAM = "run"
 RESET = "--reset-settings"
@@ -83,31 +85,37 @@ def node(
     for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:
         # Slurm gives all nodes the same command, without --worker
         raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
-    root, reset = log_path.absolute(), reset_settings or []
-    rank = _rank(root, overrides, reset, master, worker)
+    request = _with_rank(
+        StartRequest(
+            log_path.absolute(),
+            overrides=overrides,
+            reset=reset_settings or (),
+            accept_code_change=accept_code_change,
+            allow_shared_dir=allow_shared_dir,
+        ),
+        master,
+        worker,
+    )
     if dry_run:
-        return _show(root, overrides, reset)
+        return _show(request)
     hold_up_nobody()
     from rollout.processes.imports import importing
 
     with importing():
-        from coordinator.console.commands.machine import Typed, run_machine
+        from coordinator.console.commands.machine import run_machine
         from coordinator.console.views.terminal import live_view
         from coordinator.journal import logs
         from coordinator.main import run_node
         from coordinator.start.start import ready_machine
 
-    root = ready_machine(root)
+    request = replace(request, root=ready_machine(request.root))
 
-    def as_node(placed_as: str | None, crew: Any = "main") -> int:
-        prefix = logs.set_up(rank, crew)
-        start = (accept_code_change, allow_shared_dir, reset)
-        return run_node(root, rank, overrides, prefix, *start, crew, placed_as, live_view)
+    def as_node(request: StartRequest) -> int:
+        return run_node(request, logs.set_up(request.rank, request.crew), live_view)
 
     if crew is not None:  # by run_machine
-        return as_node(placed_as, crew)
-    machine = Typed(root, rank, overrides, reset, accept_code_change, allow_shared_dir)
-    return run_machine(machine, as_node)
+        return as_node(replace(request, crew=cast(Any, crew), placed_as=placed_as))
+    return run_machine(request, as_node)
 
 
 def local(
@@ -133,23 +141,28 @@ def local(
     if master or worker is not None:
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
     overrides = _given(words or [], config, debug_mode, typed)
-    root, reset = log_path.absolute(), reset_settings or []
+    request = StartRequest(
+        log_path.absolute(),
+        overrides=overrides,
+        reset=reset_settings or (),
+        accept_code_change=accept_code_change,
+        allow_shared_dir=allow_shared_dir,
+    )
     if dry_run:
-        return _show(root, overrides, reset)
+        return _show(request)
     hold_up_nobody()
     from coordinator.machine.children import Children
     from coordinator.machine.oddities import need_temporary
     from rollout.processes.imports import importing
 
-    need_temporary(root)
+    need_temporary(request.root)
     with Children() as children:
         children.share_imports()
         with importing():  # for half a second: what is shared is imported beside it
             from coordinator.console.commands.local import run_local
             from coordinator.start.start import ready_machine
 
-        root = ready_machine(root)
-        return run_local(children, root, overrides, reset, accept_code_change, allow_shared_dir)
+        return run_local(children, replace(request, root=ready_machine(request.root)))
 
 
 def _given(
@@ -168,31 +181,28 @@ def _given(
     return overrides | dict(parse_override(word) for word in words)
 
 
-def _rank(
-    root: Path, overrides: dict[str, Any], reset: Sequence[str], master: bool, worker: str | None
-) -> int:
-    """Return which rank this is; add to `overrides` the number of nodes that a scheduler says."""
+def _with_rank(request: StartRequest, master: bool, worker: str | None) -> StartRequest:
+    """Return the request with the rank of this machine, and the number of nodes that a scheduler says."""
     from coordinator.machine.network import own_names
     from coordinator.settings.loading import build
     from coordinator.start.rank import nodes_from, resolve_rank
     from coordinator.start.start import resume_given
 
-    if "cluster.num_nodes" not in overrides and worker is None and (nodes := nodes_from(os.environ)):
-        overrides["cluster.num_nodes"] = nodes
-    num_nodes = build(resume_given(root, overrides, reset)).cluster.num_nodes if worker is None else 0
-    return resolve_rank(master, worker, num_nodes, os.environ, own_names())
+    if "cluster.num_nodes" not in request.overrides and worker is None and (nodes := nodes_from(os.environ)):
+        request = replace(request, overrides={**request.overrides, "cluster.num_nodes": nodes})
+    num_nodes = build(resume_given(request)).cluster.num_nodes if worker is None else 0
+    return replace(request, rank=resolve_rank(master, worker, num_nodes, os.environ, own_names()))
 
 
-def _show(root: Path, overrides: dict[str, Any], reset: Sequence[str]) -> int:
+def _show(request: StartRequest) -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes."""
     from coordinator.settings.loading import build
-    from coordinator.start.last_settings import changes, with_kept
-    from coordinator.start.start import absolute, last_start
+    from coordinator.start.last_settings import changes
+    from coordinator.start.start import last_start, resume_given
 
-    last = last_start(root)
-    settings = build(with_kept(absolute(overrides), last, reset))
+    settings = build(resume_given(request))
     print(json.dumps(settings.model_dump(mode="json"), indent=2))
-    for change in changes(last, settings):
+    for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     return 0
 

@@ -8,11 +8,10 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from coordinator.collection.provenance import refuse_changed_code
 from coordinator.directory.layout import MASTER
@@ -36,10 +35,10 @@ from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import is_finished, open_next
 from coordinator.rows.table import run_iterations
-from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
+from coordinator.start.request import StartRequest
 from coordinator.start.start import Start, start_master, start_worker
 from coordinator.start.wait_for_master import PLACED
 from rollout.collect import AllGivenUp
@@ -284,37 +283,24 @@ def _say(end: Ended) -> int:
 
 
 def run_node(
-    root: Path,
-    machine: int,
-    overrides: Mapping[str, Any],
+    request: StartRequest,
     prefix: Prefix,
-    accept_code_change: bool = False,
-    allow_shared_dir: bool = False,
-    reset: Collection[str] = (),
-    crew: Crew = "main",
-    placed_as: str | None = None,
     show: Callable[[Path], AbstractContextManager[None]] = lambda _root: contextlib.nullcontext(),
 ) -> int:
-    """Run START and then the node's life; returns the exit code. SettingsError: nothing was written.
-
-    `machine`: its rank among all machines, 0 for the master's. `accept_code_change`: the master may go on
-    with an iteration although the code of its reward or of its environment has changed. `allow_shared_dir`:
-    other users may own the run directory, or write in it. `reset`: settings that the master does not keep
-    from the last start. `placed_as`: the placement that `crew` is of, as JSON; the code is MOVED if another
-    one holds. None: it is the one that holds. `show`: how the master shows the run while it goes on.
+    """Run START and then the node's life; returns the exit code, which is MOVED if another placement holds
+    than the one asked for. SettingsError: nothing was written. `show`: how the master shows the run while it
+    goes on.
     """
+    root, machine, crew = request.root, request.rank, request.crew
     with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
             share_with_group(root)
             placement = read_placement(root)
-            if placed_as not in {None, placement.to_json()}:
+            if request.placed_as not in {None, placement.to_json()}:
                 raise Ended(Exit.MOVED, PLACED)
             leads = machine == MASTER and (crew == "main" or run_dirs(root, placement)[0].crew == crew)
-            if leads:
-                start = start_master(root, overrides, allow_shared_dir, reset, crew, placement)
-            else:
-                start = start_worker(root, machine, overrides, allow_shared_dir, crew, placement)
-            if leads and not accept_code_change:
+            start = (start_master if leads else start_worker)(request, placement)
+            if leads and not request.accept_code_change:
                 refuse_changed_code(start.run_dir, start.of_run)
         except Ended as end:
             return _say(end)

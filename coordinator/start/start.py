@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
-from coordinator.settings.placement import CREWS, Crew
+from coordinator.settings.placement import CREWS
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.eval_tasks import refuse_training_tasks
@@ -42,6 +42,7 @@ from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.refusals_of_tasks import look_at_text
+from coordinator.start.request import StartRequest
 from coordinator.start.run_json import (
     fixed_of,
     has_run,
@@ -103,9 +104,9 @@ def last_start(root: Path) -> EpochRecord | None:
     return max((record for record in records if record and record.given), key=lambda r: r.epoch, default=None)
 
 
-def resume_given(root: Path, overrides: Mapping[str, Any], reset: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings that a start of the master at `root` goes by: `overrides` over what is kept."""
-    return with_kept(absolute(overrides), last_start(root), reset)
+def resume_given(request: StartRequest) -> dict[str, Any]:
+    """Return the settings that a start of the master goes by: what was given over what is kept."""
+    return with_kept(absolute(request.overrides), last_start(request.root), request.reset)
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,16 @@ class Checked:
     changes: Sequence[Change]
 
 
-def check_master(
-    root: Path, overrides: Mapping[str, Any], allow_shared_dir: bool = False, reset: Collection[str] = ()
-) -> Checked:
+def check_master(request: StartRequest) -> Checked:
     """Check everything that can be checked before the master writes; SettingsError says what is wrong.
 
-    What `overrides` leaves out is as at the last start, but for the settings in `reset`.
+    What was not given is as at the last start, but for the settings that are reset.
     """
+    root = request.root
     check_log_path(root)
     last = last_start(root)
-    refuse_strangers(root, allow_shared_dir)
-    overrides = with_kept(absolute(overrides), last, reset)
+    refuse_strangers(root, request.allow_shared_dir)
+    overrides = with_kept(absolute(request.overrides), last, request.reset)
     settings = loading.build(overrides)
     run_dir = RunDir(root)
     inputs = load_inputs(settings, overrides, MASTER)
@@ -149,17 +149,10 @@ def check_master(
     return Checked(overrides, settings, inputs, changes(last, settings))
 
 
-def start_master(
-    root: Path,
-    overrides: Mapping[str, Any],
-    allow_shared_dir: bool = False,
-    reset: Collection[str] = (),
-    crew: Crew = "main",
-    placement: Placement | None = None,
-) -> Start:
+def start_master(request: StartRequest, placement: Placement | None = None) -> Start:
     """Check everything as `check_master`, then make the directory and run.json."""
-    checked = check_master(root, overrides, allow_shared_dir, reset)
-    run_dir, inputs = placement_records.run_dir(root, crew, placement), checked.inputs
+    checked = check_master(request)
+    run_dir, inputs = placement_records.run_dir(request.root, request.crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run)
     for directory in run_dir.fixed_directories:
@@ -168,25 +161,19 @@ def start_master(
     return replace(start, overrides=checked.overrides, changes=checked.changes)
 
 
-def start_worker(
-    root: Path,
-    machine: int,
-    overrides: Mapping[str, Any],
-    allow_shared_dir: bool = False,
-    crew: Crew = "main",
-    placement: Placement | None = None,
-) -> Start:
+def start_worker(request: StartRequest, placement: Placement | None = None) -> Start:
     """Wait for a living master, take its settings, and refuse what contradicts them.
 
     The first machine of a crew that the master is not in leads that crew: it is the master there, by the
-    settings of the run's master. `placement`: the one that `crew` is of; None: the one that holds now.
+    settings of the run's master. `placement`: the one that the crew is of; None: the one that holds now.
     """
+    root, machine, crew = request.root, request.rank, request.crew
     placement = placement or placement_records.read_placement(root)
     run_dir = placement_records.run_dir(root, crew, placement)
     if run_dir.machines and machine not in run_dir.machines:
         raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
     rank = run_dir.rank(machine)
-    overrides = absolute(overrides)
+    overrides = absolute(request.overrides)
     mine = loading.check_each(overrides)
     refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
     defaults = ClusterSettings()
@@ -197,7 +184,7 @@ def start_worker(
         mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
     )
     check_log_path(root)
-    refuse_strangers(root, allow_shared_dir)
+    refuse_strangers(root, request.allow_shared_dir)
     of_run = RunSettings.published(master_record.settings)
     refuse_rank(machine, of_run.cluster.num_nodes, "the master's ")
     shared = {key: value for key, value in overrides.items() if key not in NODE_LOCAL}

@@ -34,6 +34,7 @@ from coordinator.node.node import Node
 from coordinator.protocol import placement_records
 from coordinator.rows import rollout, training
 from coordinator.settings.placement import Crew
+from coordinator.start.request import StartRequest
 
 WARM_UP = 3
 """First iterations, which do not count: the crews are not yet one apart."""
@@ -98,9 +99,8 @@ def run_one(root: Path, machine: int, level: int, options: argparse.Namespace) -
     training.train = at_least(lambda _number: options.seconds, training.train)
     more = {"iterations": options.iterations + WARM_UP, "cluster.max_async_level": level}
     crew = CREWS[machine]
-    return run_node(
-        root, machine, {} if machine else {**SETTINGS, **more}, logs.set_up(machine, crew), crew=crew
-    )
+    overrides = {} if machine else {**SETTINGS, **more}
+    return run_node(StartRequest(root, machine, overrides, crew=crew), logs.set_up(machine, crew))
 
 
 def measure(root: Path, level: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from coordinator.node.node import Act, Node
 from coordinator.protocol.phases import Phase
 from coordinator.rows.crews import open_when_ready
 from coordinator.rows.table import run_iteration
+from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master, start_worker
 from rollout.storage import files
 from scripts.bench.calls import Calls, table
@@ -109,7 +110,8 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
 
     settings: dict[str, Any] = {"cluster.num_nodes": options.nodes, "cluster.rejoin_timeout_s": 300}
     settings |= {**REAL, "iterations": options.iterations + WARM_UP} if options.real else {}
-    start = start_worker(root, rank, {}) if rank else start_master(root, settings)
+    request = StartRequest(root, rank, {} if rank else settings)
+    start = (start_worker if rank else start_master)(request)
     code = live(start, logs.set_up(rank), iterate)
     said = {"code": code, "seconds": seconds[WARM_UP:], "operations": operations}
     print(json.dumps({**said, "calls": calls.per_iteration(options.iterations)}))

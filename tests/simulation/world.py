@@ -21,6 +21,7 @@ from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.placement_records import Placement
 from coordinator.settings.placement import Crew
+from coordinator.start.request import StartRequest
 from coordinator.start.start import Start
 from tests.simulation import patches
 from tests.simulation.children import Machines
@@ -161,9 +162,9 @@ class World:
 
     def _live(self, process: NodeProcess) -> None:
         crew, _ = self.crew_of(process.machine)
-        given = self.given(process)
+        request = StartRequest(self.run_dir.root, process.machine, self.given(process), crew=crew)
         prefix: Any = process
-        process.code = main.run_node(self.run_dir.root, process.machine, given, prefix, crew=crew)
+        process.code = main.run_node(request, prefix)
         self.tell(f"{process.name} ends with {process.code}")
         if process.code not in self.allowed:
             self.scheduler.violate(f"{process.name} ended with exit code {process.code}")

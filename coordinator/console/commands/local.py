@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals_of_models import fit_max_tokens
+from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, resume_given
 from rollout.environment_variables import cores, omp_threads
 
@@ -37,21 +38,14 @@ GRACE_S = 15.0
 """How long nodes may take to end by themselves after a second interrupt."""
 
 
-def run_local(
-    children: Children,
-    root: Path,
-    overrides: Mapping[str, Any],
-    reset: Sequence[str] = (),
-    accept_code_change: bool = False,
-    allow_shared_dir: bool = False,
-) -> int:
+def run_local(children: Children, request: StartRequest) -> int:
     """Start all nodes, show them live, print the results; return the first exit code that is not 0.
     `children` is closed then.
 
     SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
     """
-    with _alone(root):
-        return _run_local(children, root, overrides, reset, accept_code_change, allow_shared_dir)
+    with _alone(request.root):
+        return _run_local(children, request)
 
 
 @contextlib.contextmanager
@@ -79,17 +73,11 @@ def _alone(root: Path) -> Generator[None]:
         lock.release()
 
 
-def _run_local(
-    children: Children,
-    root: Path,
-    overrides: Mapping[str, Any],
-    reset: Sequence[str],
-    accept_code_change: bool,
-    allow_shared_dir: bool,
-) -> int:
+def _run_local(children: Children, request: StartRequest) -> int:
+    root = request.root
     check_log_path(root)
-    refuse_strangers(root, allow_shared_dir)  # what is kept there says which code is loaded here
-    overrides = resume_given(root, overrides, reset)
+    refuse_strangers(root, request.allow_shared_dir)  # what is kept there says which code is loaded here
+    overrides = resume_given(request)
     settings = build(overrides)
     with progress_reminders(lambda: ("start", "run: reading the tasks and the model"), say=print):
         fit_max_tokens(settings, overrides, load_inputs(settings, overrides).context)
@@ -101,8 +89,8 @@ def _run_local(
     environment = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", STARTED_BY: again}
     interrupts = Interrupts()
     arguments = ["--reset-settings=all", *as_overrides({**overrides, "cluster.num_nodes": nodes})]
-    arguments += ["--accept-code-change"] if accept_code_change else []
-    shared = ["--allow-shared-dir"] if allow_shared_dir else []
+    arguments += ["--accept-code-change"] if request.accept_code_change else []
+    shared = ["--allow-shared-dir"] if request.allow_shared_dir else []
     started: list[Child] = []
     children.share_collectors(environment)
     with LiveView(root, sys.stdout) as shown:

@@ -13,8 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from coordinator.console.commands.interrupts import Interrupts
@@ -32,6 +31,7 @@ from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew, Crews, Place
+from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, check_master, refuse_rank, resume_given
 from coordinator.start.wait_for_master import patience
 
@@ -45,48 +45,38 @@ MAX_RESTARTS = 3
 """How often a killed node is started again while the other crew's lives: a person would have to stop both."""
 
 
-@dataclass(frozen=True)
-class Typed:
-    """What was typed at this machine."""
-
-    root: Path
-    rank: int
-    overrides: Mapping[str, Any]
-    reset: Sequence[str]
-    accept_code_change: bool
-    allow_shared_dir: bool
-
-
-def run_machine(typed: Typed, as_node: Callable[[str], int]) -> int:
+def run_machine(request: StartRequest, as_node: Callable[[StartRequest], int]) -> int:
     """Take part in a run with this machine to its end; returns the exit code.
 
-    `as_node` takes part as the one node of this machine, unless another placement holds than the one that it
-    is given, as JSON. SettingsError: nothing was written.
+    `as_node` takes part as the one node of this machine. SettingsError: nothing was written.
     """
-    if typed.rank == MASTER:
-        check_log_path(typed.root)
+    if request.rank == MASTER:
+        check_log_path(request.root)
     while True:
-        overrides = _place_devices(typed) if typed.rank == MASTER else typed.overrides
-        placement = placement_records.read_placement(typed.root)
-        code = _run_crews(typed, overrides, placement) if placement.place else as_node(placement.to_json())
+        overrides = _place_devices(request) if request.rank == MASTER else request.overrides
+        placement = placement_records.read_placement(request.root)
+        if placement.place:
+            code = _run_crews(request, overrides, placement)
+        else:
+            code = as_node(replace(request, placed_as=placement.to_json()))
         if code != Exit.MOVED:
             return code
-        if typed.rank == MASTER:
+        if request.rank == MASTER:
             log.error("rank 0 was taken over by a start that places the devices anew; this process ends")
             return Exit.SUPERSEDED
 
 
-def _place_devices(typed: Typed) -> Mapping[str, Any]:
+def _place_devices(request: StartRequest) -> Mapping[str, Any]:
     """Publish which devices generate and which train; returns all that this start goes by.
 
     Nodes of another placement are told to look again.
     """
-    root, before = typed.root, placement_records.read_placement(typed.root)
-    cluster = loading.build(resume_given(root, typed.overrides, typed.reset)).cluster
+    root, before = request.root, placement_records.read_placement(request.root)
+    cluster = loading.build(resume_given(request)).cluster
     placement = Placement(cluster.num_nodes, cluster.place)
     if not placement.place and not before.place:
-        return typed.overrides
-    checked = check_master(root, typed.overrides, typed.allow_shared_dir, typed.reset)
+        return request.overrides
+    checked = check_master(request)
     if placement.place:
         placement_records.check(root, placement, {MASTER: _count_devices()})
         placement_records.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
@@ -97,30 +87,31 @@ def _place_devices(typed: Typed) -> Mapping[str, Any]:
     return checked.overrides
 
 
-def _run_crews(typed: Typed, overrides: Mapping[str, Any], placement: Placement) -> int:
+def _run_crews(request: StartRequest, overrides: Mapping[str, Any], placement: Placement) -> int:
     """Start this machine's nodes, and follow them to their end."""
-    logs.set_up(typed.rank)
-    refuse_rank(typed.rank, placement.num_nodes, "the master's ")
-    placement_records.publish_devices(typed.root, typed.rank, socket.gethostname(), _count_devices())
-    crews = _await_crews(typed, overrides, placement)
+    logs.set_up(request.rank)
+    refuse_rank(request.rank, placement.num_nodes, "the master's ")
+    placement_records.publish_devices(request.root, request.rank, socket.gethostname(), _count_devices())
+    crews = _await_crews(request, overrides, placement)
     if isinstance(crews, Exit):
         return crews
     places: dict[Crew, Place] = {
         crew: place
         for crew, all_places in crews.items()
         for place in all_places
-        if place.machine == typed.rank
+        if place.machine == request.rank
     }
-    leading = placement_records.run_dirs(typed.root, placement)[0].crew
+    leading = placement_records.run_dirs(request.root, placement)[0].crew
     interrupts = Interrupts()
-    shown = LiveView(typed.root, sys.stderr)
-    if typed.rank == MASTER:
+    shown = LiveView(request.root, sys.stderr)
+    if request.rank == MASTER:
         shown.start()
     try:
         with Children() as children:
 
             def start(crew: Crew) -> Child:
-                argv = _command(typed, overrides if crew == leading or typed.rank else {}, crew, placement)
+                has_settings = crew == leading or bool(request.rank)
+                argv = _command(request, overrides if has_settings else {}, crew, placement)
                 env = {"PYTHONUNBUFFERED": "1", **_visible(places[crew])}
                 return children.start(crew, argv, env=env, echo=shown.say_line)
 
@@ -146,17 +137,18 @@ def _outcome(codes: Sequence[int], is_interrupted: bool) -> int:
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-def _await_crews(typed: Typed, overrides: Mapping[str, Any], placement: Placement) -> Crews | Exit:
+def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement: Placement) -> Crews | Exit:
     """Wait until each machine has said which devices it has; returns an exit code if one does not come."""
     said_s, who, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
     timeout_s = loading.check_each(overrides).get("cluster.rejoin_timeout_s", default_s)
     for waited_s in patience(timeout_s):
-        if placement_records.read_placement(typed.root) != placement:
+        if placement_records.read_placement(request.root) != placement:
             return Exit.MOVED
-        if (crews := placement_records.placed_crews(typed.root, placement)) is not None:
+        if (crews := placement_records.placed_crews(request.root, placement)) is not None:
             return crews
-        absent = sorted(set(range(placement.num_nodes)) - placement_records.device_counts(typed.root).keys())
-        path = shlex.quote(str(typed.root))
+        known = placement_records.device_counts(request.root).keys()
+        absent = sorted(set(range(placement.num_nodes)) - known)
+        path = shlex.quote(str(request.root))
         roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
         commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
         who = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
@@ -167,13 +159,15 @@ def _await_crews(typed: Typed, overrides: Mapping[str, Any], placement: Placemen
     return Exit.LOST
 
 
-def _command(typed: Typed, overrides: Mapping[str, Any], crew: Crew, placement: Placement) -> list[str]:
+def _command(
+    request: StartRequest, overrides: Mapping[str, Any], crew: Crew, placement: Placement
+) -> list[str]:
     """Return what starts this machine's node of a crew."""
-    role = ["--worker", str(typed.rank)] if typed.rank else ["--master"]
-    role += ["--reset-settings=all"] if overrides and not typed.rank else []
-    role += ["--accept-code-change"] if typed.accept_code_change and overrides and not typed.rank else []
-    role += ["--allow-shared-dir"] if typed.allow_shared_dir else []
-    options = ["--log-path", str(typed.root), "--crew", crew, "--placed-as", placement.to_json()]
+    role = ["--worker", str(request.rank)] if request.rank else ["--master"]
+    role += ["--reset-settings=all"] if overrides and not request.rank else []
+    role += ["--accept-code-change"] if request.accept_code_change and overrides and not request.rank else []
+    role += ["--allow-shared-dir"] if request.allow_shared_dir else []
+    options = ["--log-path", str(request.root), "--crew", crew, "--placed-as", placement.to_json()]
     return [sys.executable, "-P", "-m", "coordinator.cli", *options, *role, *as_overrides(overrides)]
 
 

@@ -16,6 +16,7 @@ from coordinator.directory.metrics_file import Finished
 from coordinator.keeping.retention import kept
 from coordinator.settings import loading
 from coordinator.settings.tree import CheckpointSettings, SettingsError
+from coordinator.start.request import StartRequest
 from coordinator.start.start import absolute, check_master
 from tests.coordinator.examples import group, tombstone
 
@@ -163,12 +164,16 @@ def test_training_tasks_in_a_set_are_named_and_a_set_of_nothing_else_is_refused(
         lines = [json.dumps({"id": f"{name}{k}", **task}) for k, task in enumerate(those)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     given = {"tasks": str(tmp_path / "train.jsonl"), "model": "builtin:tiny"}
+
+    def request(eval_tasks: Path) -> StartRequest:
+        return StartRequest(tmp_path / "run", overrides={**given, "eval.sets.a.tasks": str(eval_tasks)})
+
     with caplog.at_level(logging.WARNING):
-        check_master(tmp_path / "run", {**given, "eval.sets.a.tasks": str(tmp_path / "some.jsonl")})
+        check_master(request(tmp_path / "some.jsonl"))
     (said,) = [record.getMessage() for record in caplog.records if "eval.sets" in record.getMessage()]
     assert said.startswith(f"eval.sets.a: 1 of 3 tasks are training tasks too, e.g. {tmp_path}/some.jsonl:1")
     with pytest.raises(SettingsError, match=r"all 2 tasks are training tasks too, e\.g\. .*same\.jsonl:1"):
-        check_master(tmp_path / "run", {**given, "eval.sets.a.tasks": str(tmp_path / "same.jsonl")})
+        check_master(request(tmp_path / "same.jsonl"))
 
 
 def test_set_without_any_score_leaves_the_others_theirs_and_no_mean_of_all() -> None:

@@ -10,6 +10,7 @@ from coordinator.machine import gpus as gpus_module
 from coordinator.start import announcement as announcement_module
 from coordinator.start import inputs
 from coordinator.start.announcement import announcement
+from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master
 from rollout.engines.kinds import vllm
 from tests.models import write_model
@@ -19,7 +20,7 @@ PREFIX = len("[rank 0] ")
 
 
 def said(tmp_path: Path, given: dict[str, Any], first: int = 1) -> dict[str, str]:
-    start = start_master(tmp_path / "run", given)
+    start = start_master(StartRequest(tmp_path / "run", overrides=given))
     lines = announcement(start, first)
     return {line[:10].strip(): line[10:] for line in lines}
 

@@ -11,6 +11,7 @@ import pytest
 from coordinator.settings.tree import SettingsError
 from coordinator.start import directory_access
 from coordinator.start.directory_access import refuse_strangers, share_with_group
+from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master, start_worker
 from rollout.storage import files
 from tests.coordinator.examples import tree
@@ -105,7 +106,7 @@ def test_mount_that_shows_new_files_otherwise_than_they_were_made_gets_a_warning
 def test_both_kinds_of_nodes_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(SettingsError, match="--allow-shared-dir"):
-        start_master(tmp_path, {})
+        start_master(StartRequest(tmp_path))
     monkeypatch.setattr("coordinator.start.start.await_master", lambda *_: None)
     with pytest.raises(SettingsError, match="--allow-shared-dir"):
-        start_worker(tmp_path, 1, {})
+        start_worker(StartRequest(tmp_path, rank=1))

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
 from coordinator.start import inputs, run_json, start
+from coordinator.start.request import StartRequest
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import embedded, vllm
 from rollout.tasks.task_set import load_tasks
@@ -116,12 +117,16 @@ def test_first_start_records_how_often_the_state_is_saved(
     parameters = inputs.load_inputs(loading.build(given), given).state_bytes / inputs.STATE_BYTES
     assert parameters == sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
     monkeypatch.setattr(run_json, "SAVED_EVERY", ((parameters * inputs.STATE_BYTES, 20), (parameters, 10)))
-    first = start.start_master(tmp_path / "run", given)
+
+    def start_in(name: str) -> start.Start:
+        return start.start_master(StartRequest(tmp_path / name, overrides=given))
+
+    first = start_in("run")
     assert first.settings.trainer.save_interval == 10
     assert json.loads(first.run_dir.run_json.read_text())["save_interval"] == 10
     monkeypatch.setattr(run_json, "SAVED_EVERY", ())  # another version of the program
-    assert start.start_master(tmp_path / "run", given).settings.trainer.save_interval == 10
-    assert start.start_master(tmp_path / "other", given).settings.trainer.save_interval == 1
+    assert start_in("run").settings.trainer.save_interval == 10
+    assert start_in("other").settings.trainer.save_interval == 1
     lora = {**given, "trainer.lora.rank": 2}
     assert inputs.load_inputs(loading.build(lora), lora).state_bytes == 0
 

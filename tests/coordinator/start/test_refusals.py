@@ -19,6 +19,7 @@ from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals_of_tasks
 from coordinator.start.inputs import load_inputs
+from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, start_master
 from rollout.engines.kinds import by_url
 from rollout.engines.kinds.choice import any_kind
@@ -165,16 +166,18 @@ def test_max_tokens_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, 
     with pytest.raises(
         SettingsError, match=rf"{key}=64 leaves no room for a prompt: .* context of 64 tokens"
     ):
-        start_master(tmp_path / "run", {**given, key: 64})
+        start_master(StartRequest(tmp_path / "run", overrides={**given, key: 64}))
     assert not (tmp_path / "run").exists()
-    start_master(tmp_path / "run", {**given, key: 63})
+    start_master(StartRequest(tmp_path / "run", overrides={**given, key: 63}))
 
 
 def test_default_of_max_tokens_is_what_the_context_leaves(tmp_path: Path) -> None:
     tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
     for context, expected in ((64, 63), (100_000, 4096), (None, 4096)):
         model = write_model(tmp_path / f"model-{context}", {"max_position_embeddings": context})
-        start = start_master(tmp_path / f"run-{context}", {"model": str(model), "tasks": tasks})
+        start = start_master(
+            StartRequest(tmp_path / f"run-{context}", overrides={"model": str(model), "tasks": tasks})
+        )
         assert start.settings.rollout.max_tokens == expected
 
 

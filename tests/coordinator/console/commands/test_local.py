@@ -14,6 +14,7 @@ from coordinator.console.commands import local
 from coordinator.machine.children import Children
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
+from coordinator.start.request import StartRequest
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
     assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
     refused = rf"run local is at work there, pid {first.pid}; stop it"
     with Children() as children, pytest.raises(SettingsError, match=refused):
-        local.run_local(children, same, {})
+        local.run_local(children, StartRequest(same))
     assert not root.exists()
     with local._alone(tmp_path / "another"):
         pass

@@ -9,7 +9,6 @@ import pytest
 
 from coordinator.console.commands import machine
 from coordinator.console.commands.interrupts import Interrupts
-from coordinator.console.commands.machine import Typed
 from coordinator.directory.layout import RunDir
 from coordinator.journal.logs import Prefix
 from coordinator.machine.children import Child, Children
@@ -21,6 +20,7 @@ from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crew
 from coordinator.settings.tree import SettingsError
+from coordinator.start.request import StartRequest
 from coordinator.start.wait_for_master import await_master
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
@@ -60,9 +60,9 @@ def test_node_whose_neighbour_may_not_start_is_told_once_and_ends_in_order(inter
         assert machine._follow(start, ["rollout", "train"], interrupts) == [101, Exit.USAGE]
 
 
-def typed(root: Path, *place: str) -> Typed:
+def request(root: Path, *place: str) -> StartRequest:
     given = {"cluster.num_nodes": 2, "cluster.place": list(place), "tiny.warmup_steps": 0}
-    return Typed(root, 0, given, [], False, False)
+    return StartRequest(root, overrides=given)
 
 
 def newest(run_dir: RunDir) -> EpochRecord | None:
@@ -82,8 +82,8 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
     with monkeypatch.context() as patch:
         patch.setattr(where, call, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            machine._place_devices(typed(tmp_path, "rollout=0", "train=1"))
-    machine._place_devices(typed(tmp_path, "rollout=0", "train=1"))
+            machine._place_devices(request(tmp_path, "rollout=0", "train=1"))
+    machine._place_devices(request(tmp_path, "rollout=0", "train=1"))
     assert placement_records.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
     found = newest(old)
     assert found is not None and found.kind == "moved"
@@ -149,7 +149,9 @@ def test_node_that_was_started_for_another_placement_has_moved_and_writes_nothin
     caplog.set_level("INFO")
     place_apart(tmp_path)
     there = sorted(tmp_path.rglob("*"))
-    code = run_node(tmp_path, machine, {}, Prefix(machine, crew), crew=crew, placed_as=before.to_json())
+    code = run_node(
+        StartRequest(tmp_path, machine, crew=crew, placed_as=before.to_json()), Prefix(machine, crew)
+    )
     assert code == Exit.MOVED
     assert sorted(tmp_path.rglob("*")) == there
     assert [(each.levelname, each.message) for each in caplog.records] == [
@@ -169,7 +171,7 @@ def test_crew_that_is_typed_and_is_not_there_is_one_line(
 ) -> None:
     place_apart(tmp_path)
     with pytest.raises(SettingsError, match=said):
-        run_node(tmp_path, machine, {}, Prefix(machine, crew), crew=crew)
+        run_node(StartRequest(tmp_path, machine, crew=crew), Prefix(machine, crew))
 
 
 @pytest.mark.parametrize(
@@ -214,11 +216,11 @@ def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(
     placement = Placement(2, ("rollout=0", "train=1"))
     placement_records.publish_placement(tmp_path, placement)
     given = {"cluster.rejoin_timeout_s": 0.2}
-    assert machine._await_crews(typed(tmp_path), given, placement) == Exit.LOST
+    assert machine._await_crews(request(tmp_path), given, placement) == Exit.LOST
     last = caplog.messages[-1]
     assert "waited 0 s for ranks 0, 1" in last and f"run --worker 1 --log-path {tmp_path}" in last
 
 
 def test_placement_that_changes_while_machines_are_awaited_is_looked_at_again(tmp_path: Path) -> None:
     placement_records.publish_placement(tmp_path, Placement(3, ("rollout=0", "train=1,2")))
-    assert machine._await_crews(typed(tmp_path), {}, Placement(2, ("rollout=0", "train=1"))) == Exit.MOVED
+    assert machine._await_crews(request(tmp_path), {}, Placement(2, ("rollout=0", "train=1"))) == Exit.MOVED

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from coordinator.console.commands.arguments import LogPath, Words, new_app, option
 from coordinator.console.commands.parse import COMMANDS, LOCAL
-from coordinator.start.request import StartRequest
+
+if TYPE_CHECKING:
+    from coordinator.start.request import StartRequest
 
 PROGRAM = "run"
 RESET = "--reset-settings"
@@ -85,17 +87,8 @@ def node(
     for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:
         # Slurm gives all nodes the same command, without --worker
         raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
-    request = _with_rank(
-        StartRequest(
-            log_path.absolute(),
-            overrides=overrides,
-            reset=reset_settings or (),
-            accept_code_change=accept_code_change,
-            allow_shared_dir=allow_shared_dir,
-        ),
-        master,
-        worker,
-    )
+    request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
+    request = _with_rank(request, master, worker)
     if dry_run:
         return _show(request)
     hold_up_nobody()
@@ -110,7 +103,7 @@ def node(
 
     request = replace(request, root=ready_machine(request.root))
 
-    def as_node(request: StartRequest) -> int:
+    def as_node(request: "StartRequest") -> int:
         return run_node(request, logs.set_up(request.rank, request.crew), live_view)
 
     if crew is not None:  # by run_machine
@@ -141,13 +134,7 @@ def local(
     if master or worker is not None:
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
     overrides = _given(words or [], config, debug_mode, typed)
-    request = StartRequest(
-        log_path.absolute(),
-        overrides=overrides,
-        reset=reset_settings or (),
-        accept_code_change=accept_code_change,
-        allow_shared_dir=allow_shared_dir,
-    )
+    request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
     if dry_run:
         return _show(request)
     hold_up_nobody()
@@ -181,7 +168,26 @@ def _given(
     return overrides | dict(parse_override(word) for word in words)
 
 
-def _with_rank(request: StartRequest, master: bool, worker: str | None) -> StartRequest:
+def _request(
+    log_path: Path,
+    overrides: dict[str, Any],
+    reset: list[str] | None,
+    accept_code_change: bool,
+    allow_shared_dir: bool,
+) -> "StartRequest":
+    """Return what was typed, as of rank 0."""
+    from coordinator.start.request import StartRequest
+
+    return StartRequest(
+        log_path.absolute(),
+        overrides=overrides,
+        reset=reset or (),
+        accept_code_change=accept_code_change,
+        allow_shared_dir=allow_shared_dir,
+    )
+
+
+def _with_rank(request: "StartRequest", master: bool, worker: str | None) -> "StartRequest":
     """Return the request with the rank of this machine, and the number of nodes that a scheduler says."""
     from coordinator.machine.network import own_names
     from coordinator.settings.loading import build
@@ -194,7 +200,7 @@ def _with_rank(request: StartRequest, master: bool, worker: str | None) -> Start
     return replace(request, rank=resolve_rank(master, worker, num_nodes, os.environ, own_names()))
 
 
-def _show(request: StartRequest) -> int:
+def _show(request: "StartRequest") -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes."""
     from coordinator.settings.loading import build
     from coordinator.start.last_settings import changes

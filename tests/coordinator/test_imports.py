@@ -59,7 +59,9 @@ SOURCES = {
 
 
 def imported_by(module: str, *, at_import: bool = False) -> set[str]:
-    """Every module that `module` names in an import; `at_import`: only those outside of functions."""
+    """Every module that `module` names in an import; `at_import`: only those outside of functions, and not
+    for a type checker alone.
+    """
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(SOURCES[module].read_text())]
     while pending:
@@ -69,7 +71,8 @@ def imported_by(module: str, *, at_import: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{module}: imports are absolute"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        if not (at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not (at_import and (is_typing or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))):
             pending.extend(ast.iter_child_nodes(node))
     return found
 

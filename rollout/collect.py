@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient
 from rollout.environments.segments import Segment
+from rollout.environments.self_teacher import SelfTeacher
 from rollout.group_maker import GroupMaker, Recipe
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
@@ -74,7 +75,7 @@ class Collector:
         tally: Tally | None = None,
     ) -> None:
         self._tally = tally or Tally(log)
-        self._teacher = Teacher(settings.teacher) if settings.teacher else None
+        self._teacher = SelfTeacher.of(settings) or (Teacher(settings.teacher) if settings.teacher else None)
         self._makers = {
             kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teacher)
             for kind, recipe in recipes.items()
@@ -222,7 +223,7 @@ class Collector:
         await end(left - ours, "tasks of environments")
         for reward in self._rewards:
             await reward.close()
-        if self._teacher is not None:
+        if isinstance(self._teacher, Teacher):
             await self._teacher.close()
         self._tally.say_counts()
 

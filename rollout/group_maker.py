@@ -13,6 +13,7 @@ from rollout.engines.completion import finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.environments.segments import Segment, advance
+from rollout.environments.self_teacher import SelfTeacher
 from rollout.origin import Sampling
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.rewards.endpoint import EndpointError
@@ -20,6 +21,7 @@ from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tally import Tally
+from rollout.tasks.task_set import TaskError
 from rollout.trajectory import Group, Sample, unfit
 
 T = TypeVar("T")
@@ -50,7 +52,7 @@ class GroupMaker:
     settings: RolloutSettings
     tally: Tally
     segment: Segment | None
-    teacher: Teacher | None = None
+    teacher: Teacher | SelfTeacher | None = None
 
     @property
     def is_instant(self) -> bool:
@@ -165,12 +167,16 @@ class GroupMaker:
         """
         if self.teacher is None:
             return []
-        outcomes = await asyncio.gather(*(_outcome(self.teacher.logprobs(sample)) for sample in samples))
+        teacher = self.teacher
+        if isinstance(teacher, SelfTeacher):
+            teacher = teacher.of_task(slot.task, Policy(self.client, self.recipe.sampling, slot.seed))
+        outcomes = await asyncio.gather(*(_outcome(teacher.logprobs(sample)) for sample in samples))
         failures: list[RewardError] = []
         for sample, outcome in zip(samples, outcomes, strict=True):
-            if isinstance(outcome, EndpointError):
+            if isinstance(outcome, EndpointError | RequestRefused | TaskError):
                 sample.reward = None
-                failures.append(RewardError(f"teacher, task {slot.task['id']!r}: {outcome}"))
+                text = str(outcome).removeprefix(f"task {slot.task['id']!r}: ")
+                failures.append(RewardError(f"teacher, task {slot.task['id']!r}: {text}"))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:

@@ -15,6 +15,8 @@ begins so gives the rewards itself.
 """
 GENERATED = ("builtin:", "reasoning_gym:", *PROGRAMS)
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
+SELF = "self:"
+"""How a teacher begins that is the policy itself; behind it stands a field of the tasks."""
 NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 """A name that the user gives to a table of settings."""
 TEMPLATE_ARGUMENTS = (
@@ -149,10 +151,31 @@ class RolloutSettings(Settings):
     a file ["math=1", "length=-0.1"]."""
     teacher: str | None = None
     """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
-    the samples' tokens (trainer.algorithm=distill)."""
+    the samples' tokens (trainer.algorithm=distill). self:FIELD: the policy itself, with this field of the
+    task in its prompt."""
+    teacher_template: str = "A hint for what follows: {hint}\n\n{prompt}"
+    """The prompt (or the user's last message) that the policy has as its own teacher: {hint} is the field,
+    {prompt} the task's own."""
     environment: str = "single_turn"
     """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
     verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
+
+    @field_validator("teacher")
+    @classmethod
+    def _check_teacher(cls, teacher: str | None) -> str | None:
+        """Refuse the policy as its own teacher without the name of a field."""
+        if teacher in (SELF, SELF[:-1]):
+            raise ValueError("names no field of the tasks for its hint; give self:FIELD, e.g. self:answer")
+        return teacher
+
+    @field_validator("teacher_template")
+    @classmethod
+    def _check_teacher_template(cls, template: str) -> str:
+        """Refuse a template without a place for the prompt or for the hint."""
+        for place in ("{prompt}", "{hint}"):
+            if place not in template:
+                raise ValueError(f"has no {place}; write it where the {place[1:-1]} of a task belongs")
+        return template
 
     @field_validator("chat_template")
     @classmethod

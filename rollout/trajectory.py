@@ -79,6 +79,8 @@ class Sample:
     """
     teacher_logprobs: NDArray[np.float32] | None = None
     """(T,), natural log, of each token by the teacher (rollout.teacher); 0 where not trained."""
+    feedback: str | None = None
+    """What its environment says of it to rollout.teacher=self:feedback; not stored."""
     pictures: list[Picture] = field(default_factory=list)
     """Those that it shows, in order."""
     fault: str | None = None

@@ -156,7 +156,7 @@ def typed(value: Any) -> str:
         return number(value)
     if isinstance(value, tuple):
         return ",".join(map(typed, value)) if value else "[]"
-    return str(value) if value != {} else "{}"
+    return str(value).replace("\n", "\\n") if value != {} else "{}"
 
 
 def default(key: str, value: Any) -> str:

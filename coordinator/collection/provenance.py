@@ -22,6 +22,7 @@ from coordinator.start.functions import Functions, load_functions
 from coordinator.start.inputs import Inputs, difference
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.part_file import DamagedPart, PartHeader, decode_part
+from rollout.settings import SELF
 from rollout.storage import files
 
 KINDS: tuple[Kind, ...] = ("train", "eval")
@@ -111,7 +112,8 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.dynamic_sampling": (opened["replace_flat"], now["replace_flat"]),
         "rollout.segment_tokens": (opened.get("segment_tokens"), now.get("segment_tokens")),
         # One that has moved is asked where it is now.
-        "rollout.teacher": (None, None) if all(teachers) else teachers,
+        "rollout.teacher": (None, None) if are_servers(*teachers) else teachers,
+        "rollout.teacher_template": (opened.get("teacher_template"), now.get("teacher_template")),
         "cluster.max_async_level": (opened.get("max_async_level", 0), now["max_async_level"]),
         **{name: (sets.get(name), sets_now.get(name)) for name in sorted({*sets, *sets_now})},
     }
@@ -120,6 +122,11 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key, (then, today) in then_and_now.items()
         if then != today
     ]
+
+
+def are_servers(*teachers: str | None) -> bool:
+    """Return whether each of these values of rollout.teacher is the address of a server."""
+    return all(teacher and not teacher.startswith(SELF) for teacher in teachers)
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from coordinator.collection.node_share import Share
 from coordinator.collection.provenance import (
     OWN,
     agreed_functions,
+    are_servers,
     changes,
     chosen,
     codes_of,
@@ -40,6 +41,7 @@ from coordinator.protocol.phases import Phase, rows_of
 from coordinator.rows import evaluation
 from coordinator.rows.tasks import draw_tasks
 from rollout.environments.segments import Segment
+from rollout.environments.self_teacher import SelfTeacher
 from rollout.quota import Quota
 from rollout.storage import files, once
 
@@ -144,12 +146,14 @@ def _chosen(node: Node) -> dict[str, Any]:
     """Return what the settings say that an iteration is made with, and of."""
     quota = Quota.from_settings(node.settings.rollout)
     needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
+    teacher = SelfTeacher.of(node.settings.rollout)
     return {
         **chosen(node.settings, node.identity.inputs),
         **needed,
         "max_async_level": node.settings.cluster.max_async_level,
         "segment_tokens": node.settings.rollout.segment_tokens,
         "teacher": node.settings.rollout.teacher,
+        **({"teacher_template": teacher.template} if teacher else {}),
     }
 
 
@@ -243,15 +247,17 @@ def share_of(node: Node, iteration: Iteration) -> Share:
         tasks=node.identity.inputs.tasks,
         origin=made_with(iteration, "train", functions),
         functions=functions[OWN],
-        settings=node.settings.rollout.model_copy(update={"teacher": _teacher(node, opened)}),
+        settings=node.settings.rollout.model_copy(update=_teacher(node, opened)),
         begun=(begun := Begun.all_of(opened)),
         segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
 
 
-def _teacher(node: Node, opened: Mapping[str, Any]) -> str | None:
-    """Return the teacher of an iteration that was opened with one: where it is now, for it may have moved."""
-    return opened.get("teacher") and (node.settings.rollout.teacher or opened["teacher"])
+def _teacher(node: Node, opened: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the teacher that an iteration was opened with; a server where it is now, if it has moved."""
+    then, now = opened.get("teacher"), node.settings.rollout.teacher
+    teacher = {"teacher": now if are_servers(then, now) else then}
+    return teacher | {name: opened[name] for name in ("teacher_template",) if name in opened}
 
 
 def _segment(iteration: Iteration, opened: Mapping[str, Any]) -> Segment:

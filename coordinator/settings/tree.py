@@ -12,6 +12,7 @@ from rollout.settings import (
     JOIN,
     NAME,
     PROGRAMS,
+    SELF,
     WRITTEN,
     EngineSettings,
     EvalSetSettings,
@@ -361,6 +362,12 @@ class RunSettings(Settings):
                 "trainer.advantage=zero with trainer.kl=off learns nothing; leave one of them out, or give "
                 "trainer.kl=k1"
             )
+        begins_itself = rollout.environment in WRITTEN or rollout.environment.startswith(PROGRAMS)
+        if begins_itself and (rollout.teacher or "").startswith(SELF):
+            raise ValueError(
+                f"rollout.teacher={rollout.teacher}: in rollout.environment={rollout.environment} no prompt "
+                "is a task's own, so there is no place for its hint; leave one of them out"
+            )
         if trainer.kl == "off" or trainer.kl_to != "teacher":
             return self
         if rollout.environment in WRITTEN and trainer.kl_in == "loss" and trainer.kl == "k1":
@@ -371,7 +378,7 @@ class RunSettings(Settings):
         if rollout.teacher is None and self.rl_phase == "both":
             raise ValueError(
                 "trainer.kl_to=teacher needs a teacher; give rollout.teacher=http://HOST:PORT/v1, a server "
-                "whose model has the same tokenizer"
+                "whose model has the same tokenizer, or self:FIELD"
             )
         if rollout.temperature != 1:
             raise ValueError(

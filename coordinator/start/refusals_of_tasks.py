@@ -18,6 +18,7 @@ from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_facts import PICTURED, has_processor, may_have_chat_template, takes_pictures
 from rollout.environments.environment import BUILT_IN, check_played
+from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
 from rollout.environments.trial import longer_prompts, try_tasks
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
@@ -84,6 +85,21 @@ def refuse_unscored(
                     f"{played.tasks.place(index)}: {option} {played.reward} cannot score this task: "
                     f"{error}; repair it, or give another {option}"
                 ) from None
+
+
+def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
+    """Raise SettingsError for the first training task without a hint for rollout.teacher=self:FIELD,
+    unless its environment may give one.
+    """
+    teacher, environment = SelfTeacher.of(settings.rollout), settings.rollout.environment
+    played = settings.rl_phase != "update" and settings.rollout_split != "eval-only"
+    if teacher is None or not played or (teacher.field == FEEDBACK and environment not in BUILT_IN):
+        return
+    for index, task in enumerate(tasks.tasks):
+        try:
+            teacher.hinted(task)
+        except TaskError as error:
+            raise SettingsError(f"{tasks.place(index)}: {error}; add it, or name another field") from None
 
 
 def refuse_unplayed(
@@ -221,7 +237,7 @@ def look_at_text(
     """
     has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
-    teacher = room_at_teacher(settings, model_dir)
+    teacher, own = room_at_teacher(settings, model_dir), SelfTeacher.of(settings.rollout)
     context = any_kind(settings.engine).context(model_dir)
     try:
         for played in _played(settings, tasks, eval_tasks, sets):
@@ -235,6 +251,10 @@ def look_at_text(
                     played.tasks, played.environment, model_dir, sampling, tokenizer, longest
                 ):
                     log.warning("%s", text)
+                if own is not None and played.tasks is tasks and context is not None:
+                    room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
+                    hinted = own.hinted_set(tasks)
+                    try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
     except TaskError as error:
         raise SettingsError(str(error)) from None
     except NoTokenizer as error:

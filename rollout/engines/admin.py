@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.engines.answers import EngineError, EngineFacts
+from rollout.engines.answers import EngineError, EngineFacts, prompt_logprobs, scoring_request
 from rollout.engines.calls import Calls, EngineDead
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
@@ -275,15 +275,10 @@ class EngineAdmin:
 
         `replica`: which copy of the model in a data-parallel server to ask. `model`: the name of an adapter.
         """
-        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        if model is not None:
-            body["model"] = model
-        path = "/v1/completions"
+        path, body = "/v1/completions", scoring_request(token_ids, model)
         answer = self._calls.post(path, body, headers={"X-data-parallel-rank": str(replica)})
         try:
-            _first, *entries = answer["choices"][0]["prompt_logprobs"]
-            pairs = zip(entries, token_ids[1:], strict=True)
-            return [float(entry[str(token_id)]["logprob"]) for entry, token_id in pairs]
+            return prompt_logprobs(answer, token_ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
                 f"POST {self._calls.base_url}{path} answered without the prompt's logprobs ({error!r}): "

@@ -1,5 +1,6 @@
 """The address that a server is asked at, and what its answer or its error says; for each kind of call."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +85,18 @@ def excerpt(data: bytes) -> str:
     except (ValueError, AttributeError):
         pass  # it is no JSON, or of another form
     return " ".join(text[:EXCERPT].split())
+
+
+def scoring_request(token_ids: Sequence[int], model: str | None = None) -> dict[str, Any]:
+    """Return the body of a request for the logprobs of a prompt's tokens. `model`: the name of an adapter."""
+    body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    return body | ({} if model is None else {"model": model})
+
+
+def prompt_logprobs(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Natural logprobs, at temperature 1, of `token_ids[1:]`, each given all tokens before it, of an answer
+    to `scoring_request`. Raises KeyError, IndexError, TypeError or ValueError if something is missing.
+    """
+    _first, *entries = answer["choices"][0]["prompt_logprobs"]
+    pairs = zip(entries, token_ids[1:], strict=True)
+    return [float(entry[str(token_id)]["logprob"]) for entry, token_id in pairs]

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from rollout.engines.answers import (
     RequestRefused,
     excerpt,
     parse_answer,
+    prompt_logprobs,
+    scoring_request,
     socket_of,
 )
 from rollout.engines.completion import Completion, completion_of, completion_request
@@ -180,6 +183,22 @@ class EngineClient:
                 f"{self._base_url} returned {len(completions)} completions, asked for {sampling.n}"
             )
         return completions
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each given all tokens before it. Raises
+        RequestRefused, e.g. if they fill the context, or another EngineError.
+        """
+        answer = await self._post("/v1/completions", scoring_request(token_ids, self._model))
+        try:
+            logprobs = prompt_logprobs(answer, token_ids)
+            if not all(map(math.isfinite, logprobs)):
+                raise ValueError("one is not a finite number")
+            return logprobs
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RequestRefused(
+                f"{self._base_url}/v1/completions answered without the logprobs of {len(token_ids)} tokens "
+                f"({error!r}): {json.dumps(answer)[:EXCERPT]}"
+            ) from error
 
     def _part(self, digest: str) -> dict[str, Any]:
         """Return a picture for a request. Raises RequestRefused if its file is missing or has changed."""

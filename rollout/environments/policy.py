@@ -154,6 +154,10 @@ class Policy:
         """Text of token ids, with special tokens."""
         return await self._client.detokenize(token_ids)
 
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Natural logprobs, at temperature 1, of `token_ids[1:]`, each given all tokens before it."""
+        return await self._client.prompt_logprobs(token_ids)
+
     async def rewrites(self, messages: Messages, token_ids: Sequence[int]) -> bool:
         """Return whether the messages, which continue these tokens, have to be rendered anew by the chat
         template: it gives them another beginning, and `sampling.history` is `template`.

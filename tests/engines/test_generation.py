@@ -152,6 +152,17 @@ def test_logprobs_of_a_prompt_are_those_of_transformers(engine: Engine, referenc
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < TOLERANCE
 
 
+def test_client_gets_the_same_logprobs(engine: Engine, reference: Reference) -> None:
+    token_ids = reference.tokenizer.encode("12+34=46")
+
+    async def score() -> list[float]:
+        async with EngineClient(engine.url) as client:
+            return await client.prompt_logprobs(token_ids)
+
+    wanted = reference.logprobs(token_ids)
+    assert np.abs(np.array(asyncio.run(score())) - wanted).max() < TOLERANCE
+
+
 def test_any_engine_may_be_a_teacher(engine: Engine, reference: Reference) -> None:
     (completion,) = engine.ask(PROMPT, Sampling(max_tokens=20, temperature=1.0, seed=1))
     token_ids = [*completion.prompt_ids, *completion.token_ids]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.protocol.phases import Phase
+from coordinator.settings.loading import build
 from tests.imports import shared_imports
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -102,6 +103,17 @@ def test_a_start_is_measured_until_the_first_sample_and_the_first_policy() -> No
         row["now"]["cpu_s"]["nodes"] > 0 and row["now"]["cpu_s"]["all"] < row["now"]["cpu_to_policy_s"]["all"]
     )
     assert 0 < row["now"]["first_sample_s"][0] < row["now"]["first_policy_s"][0]
+
+
+def test_self_distillation_begins_with_hints_that_are_copied(tmp_path: Path) -> None:
+    bench = import_module("scripts.bench.self_distillation")
+    bench.write_demonstrations(tmp_path / "shown.jsonl", 0)
+    rows = [json.loads(line) for line in (tmp_path / "shown.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * bench.SHOWN
+    assert all(row["prompt"].startswith(f"{row['answer']};") for row in rows[::2])
+    assert 0.7 < sum(row["answer"].startswith("(") for row in rows[1::2]) / bench.SHOWN < 0.9
+    for words in bench.ARMS.values():
+        build(dict(word.split("=", 1) for word in f"{bench.LEARNS} {words}".split()))
 
 
 def test_page_of_gpus_has_the_estimated_seconds_of_an_iteration() -> None:

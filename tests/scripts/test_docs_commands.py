@@ -37,6 +37,7 @@ ELSEWHERE = {
     r"python -m trainer\.checkpoint\.merge .*": "tests/trainer/checkpoint/test_merge.py",
     r"python -m scripts\.real_model": "tests/real/test_real_model.py",
     r"python scripts/bench/(overlap|asynchrony|protocol|recipes)\.py .*": "tests/scripts/test_benchmarks.py",
+    r"python scripts/bench/self_distillation\.py .*": "tests/scripts/test_benchmarks.py",
     r"python -m tests\.simulation\.many_nodes .*": "tests/simulation/test_many_nodes.py",
     r"vllm serve Qwen/Qwen3-8B --port 8000": "tests/engines/test_generation.py",
     r"vllm serve HUB_ID": "tests/rollout/engines/test_vllm_worker.py",

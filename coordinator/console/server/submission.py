@@ -17,7 +17,7 @@ from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import is_path
-from rollout.settings import PROGRAMS
+from rollout.settings import PROGRAMS, SELF
 from rollout.storage.files import exists, facts_of, is_directory
 from rollout.tasks.task_set import is_file
 
@@ -243,7 +243,7 @@ def _refuse_code(settings: RunSettings) -> None:
         ("cluster.groups", settings.cluster.groups, "can name programs"),
         ("cluster.local_dir", settings.cluster.local_dir, "names a directory that is emptied"),
         ("engine.url", settings.engine.url, "asks another server"),
-        ("rollout.teacher", settings.rollout.teacher, "asks another server"),
+        ("rollout.teacher", not (settings.rollout.teacher or SELF).startswith(SELF), "asks another server"),
         (f"metrics.sinks={','.join(accounts)}", accounts, "uses the account of the server's user"),
     ):
         if is_set:

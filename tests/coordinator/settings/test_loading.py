@@ -495,6 +495,19 @@ def test_rewards_to_decouple_are_several(given: dict[str, Any]) -> None:
         ),
         ({"rollout.environment": "demonstration"}, "trainer.kl=k1 is for samples of the policy"),
         ({"rollout.temperature": 0.5}, "the teacher's logprobs are of temperature 1"),
+        ({"rollout.teacher": "self"}, "names no field of the tasks for its hint; give self:FIELD"),
+        (
+            {"rollout.teacher_template": "{prompt}"},
+            "has no {hint}; write it where the hint of a task belongs",
+        ),
+        (
+            {"rollout.teacher": "self:a", "rollout.environment": "gym:m:C"},
+            "rollout.teacher=self:a: in rollout.environment=gym:m:C no prompt is a task's own",
+        ),
+        (
+            {"rollout.teacher": "self:a", "trainer.algorithm": "sft", "rollout.environment": "demonstration"},
+            "rollout.teacher=self:a: in rollout.environment=demonstration no prompt is a task's own",
+        ),
     ],
 )
 def test_distillation_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:

@@ -428,6 +428,36 @@ def test_what_teacher_or_model_cannot_read_is_refused(
     assert re.search(reason, looked_at(tmp_path, served, given, 40 if "trainer.algorithm" in given else 200))
 
 
+@pytest.mark.parametrize("split", [None, "eval-only"])
+def test_task_without_a_hint_for_the_policy_as_its_own_teacher_is_refused(
+    tmp_path: Path, split: str | None
+) -> None:
+    tasks = tasks_at(
+        tmp_path / "t.jsonl", {"prompt": "1", "answer": "1", "why": 0}, {"prompt": "2", "answer": "2"}
+    )
+    given: dict[str, Any] = {"tasks": tasks, "rollout.teacher": "self:why", "rollout_split": split}
+    if split == "eval-only":
+        passes({**given, "eval_tasks": tasks, "rl_phase": "rollout"})
+        return
+    assert refusal(given) == (
+        f"{tasks}:2: task '2': has no `why` for rollout.teacher=self:why; add it, or name another field"
+    )
+
+
+def test_prompt_that_the_hint_makes_too_long_is_refused(tmp_path: Path) -> None:
+    tasks = tasks_at(
+        tmp_path / "t.jsonl", {"prompt": "x", "answer": "1"}, {"prompt": "x", "answer": "1" * 190}
+    )
+    given = {"model": str(model_of(tmp_path / "model")), "tasks": tasks, "rollout.max_tokens": 8}
+    settings = loading.build({**given, "trainer.algorithm": "distill", "rollout.teacher": "self:answer"})
+    loaded = load_tasks(tasks, seed=0, split="train")
+    text = r"219 tokens or more, and rollout.teacher=self:answer \(with the hint\) has room for 200"
+    with pytest.raises(SettingsError, match=text):
+        refusals_of_tasks.look_at_text(
+            settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0)
+        )
+
+
 # ---- pictures
 
 

@@ -297,3 +297,15 @@ def test_samples_of_a_group_go_to_the_replica_that_has_fewest() -> None:
 
     asyncio.run(main())
     assert asked == ["0", "1", "1", None], "of a single sample vLLM decides"
+
+
+@pytest.mark.parametrize("entry", [None, {"5": {"logprob": float("-inf")}}, {"6": {"logprob": -1.0}}])
+def test_prompt_whose_logprobs_are_missing_or_not_finite_is_refused(
+    monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any] | None
+) -> None:
+    async def post_once(*_: Any) -> dict[str, Any]:
+        return {"choices": [{"prompt_logprobs": [None, entry]}]}
+
+    monkeypatch.setattr(EngineClient, "_post_once", post_once)
+    with pytest.raises(RequestRefused, match="answered without the logprobs of 2 tokens"):
+        asyncio.run(EngineClient("http://127.0.0.1:1").prompt_logprobs([4, 5]))

@@ -65,6 +65,7 @@ class _TurnRecord(TypedDict):
     begin: int | None
     end: int | None
     finish_reason: str | None
+    reward: NotRequired[float]
 
 
 @with_config(extra="forbid", strict=True)
@@ -172,11 +173,18 @@ def _length(sample: Sample) -> int:
 def _record(sample: Sample) -> dict[str, Any]:
     record = {name: getattr(sample, name) for name in ("finish_reason", "text", "reward", "metrics")}
     if sample.turns:
-        record["turns"] = [asdict(turn) for turn in sample.turns]
+        record["turns"] = [_turn_record(turn) for turn in sample.turns]
     if sample.spans:
         record |= {"spans": [asdict(span) for span in sample.spans], "index": sample.index}
     if sample.pictures:
         record["pictures"] = [asdict(picture) for picture in sample.pictures]
+    return record
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    record = asdict(turn)
+    if turn.reward is None:
+        del record["reward"]  # parts of before have none
     return record
 
 

@@ -1,7 +1,8 @@
 """Trajectories: samples of token ids with their rewards, and the groups that they form."""
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ class Turn:
     """If the model has generated it for this sample: its tokens are token_ids[begin:end]."""
     finish_reason: str | None = None
     """If it is generated: `stop`, or `length` if it was cut."""
+    reward: float | None = None
+    """If it is generated: what it alone has earned, if its environment says so."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,33 @@ class Sample:
     """Those that it shows, in order."""
     fault: str | None = None
     """Why its environment gives it up; such a sample counts as lost."""
+
+    @property
+    def generated_turns(self) -> list[Turn]:
+        """Those of its turns that the model has generated."""
+        return [turn for turn in self.turns if turn.begin is not None]
+
+    def reward_turns(self, rewards: Sequence[float | None]) -> None:
+        """Say what each generated turn has earned (trainer.credit=turn); None: nothing of its own. A sample
+        without a reward gets their sum. Raises ValueError unless there is one for each.
+        """
+        if len(rewards) != (count := len(self.generated_turns)):
+            raise ValueError(
+                f"{len(rewards)} rewards for {count} generated turns: give one for each, or None"
+            )
+        left = iter([None if reward is None else float(reward) for reward in rewards])
+        self.turns = [turn if turn.begin is None else replace(turn, reward=next(left)) for turn in self.turns]
+        if self.reward is None:
+            self.reward = sum(reward for reward in rewards if reward is not None)
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Leave these of the generated turns, numbered from 0, out of the loss."""
+        turns = self.generated_turns
+        if wrong := [number for number in numbers if not 0 <= number < len(turns)]:
+            raise ValueError(f"there is no turn {wrong[0]} to leave out: {len(turns)} are generated, from 0")
+        for number in numbers:
+            self.loss_mask[turns[number].begin : turns[number].end] = 0
+            self.logprobs[turns[number].begin : turns[number].end] = 0
 
 
 @dataclass
@@ -167,6 +197,10 @@ def unfit(
         at = picture.end
     if not isinstance(sample.turns, list) or not all(isinstance(turn, Turn) for turn in sample.turns):
         return "its turns are no list of Turn"
+    for turn in sample.turns:
+        reward = 0.0 if turn.reward is None else turn.reward
+        if not isinstance(reward, int | float) or not abs(reward) <= largest("reward"):
+            return f"the reward of a turn is {reward}, expected a finite number up to {largest('reward'):g}"
     return None
 
 
@@ -214,4 +248,5 @@ def _turn_for_people(turn: Turn, loss_mask: NDArray[np.uint8]) -> dict[str, Any]
     if turn.begin is not None and turn.end is not None:
         trained = int(np.count_nonzero(loss_mask[turn.begin : turn.end]))
         shown |= {"tokens": turn.end - turn.begin, "trained": trained, "finish_reason": turn.finish_reason}
+        shown |= {} if turn.reward is None else {"reward": turn.reward}
     return shown

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 from rollout.settings import Settings
 from trainer.algorithms import PRESETS
 
+BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
+"""Values of `advantage` that compare rewards of any size, so also those from a turn on."""
+
 
 class LoraSettings(Settings):
     """Low-rank adapters in place of all weights (arXiv 2106.09685)."""
@@ -35,6 +38,11 @@ class TrainerSettings(Settings):
     whitened over the tokens of the batch; the weighted sum of several rewards, each standardised within its
     group, and then in the batch (decoupled); 1 for every sample; 0 for every sample; only the best and the
     worst sample of a group are trained, as a pair (`pair_beta`)."""
+    credit: Literal["sample", "turn"] = "sample"
+    """Whose reward `advantage` is made of: that of the sample, for all of its tokens; or of each turn the
+    rewards from it on, compared with those of the group's other samples from the same turn on."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With credit=turn: how much less each further turn's reward counts; 0: a turn has only its own."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
     (beta of DPO, arXiv 2305.18290)."""
@@ -196,6 +204,11 @@ class TrainerSettings(Settings):
             raise ValueError(
                 f"trainer.entropy_bonus={self.entropy_bonus:g} with trainer.advantage=pair: the answers of a "
                 "pair are compared, and not explored; leave one of them out"
+            )
+        if self.credit == "turn" and self.advantage not in BY_TURN:
+            raise ValueError(
+                f"trainer.credit=turn with trainer.advantage={self.advantage}: that is of whole samples; use "
+                f"{', '.join(BY_TURN)}, or leave trainer.credit out"
             )
         if self.layout == "replicated" and self.tensor_parallel_size > 1:
             raise ValueError(

@@ -18,6 +18,7 @@ WORKS_WITH = {
     "trainer.kl_in": ("trainer.kl", ("k3", "k1", "k2")),
     "trainer.kl_to": ("trainer.kl", ("k3", "k1", "k2")),
     "trainer.pair_beta": ("trainer.advantage", ("pair",)),
+    "trainer.turn_discount": ("trainer.credit", ("turn",)),
     "trainer.clip_low": ("trainer.clip", CLIPS),
     "trainer.clip_high": ("trainer.clip", CLIPS),
     "trainer.dual_clip": ("trainer.clip", ("dual",)),

@@ -56,7 +56,7 @@ class OpenEnv:
 
 
 async def _played(task: Task, episode: Episode, session: Session) -> Sample:
-    spec, rewards = task["openenv"], list[float]()
+    spec, rewards = task["openenv"], list[float | None]()
     answer = await session.reset({**spec["reset"], "seed": task["seed"]})
     metrics, turns, is_cut = {}, 0, False
     while not (answer.done or is_cut) and turns < MOST_TURNS:
@@ -66,10 +66,12 @@ async def _played(task: Task, episode: Episode, session: Session) -> Sample:
         answer = await session.step({spec["action"]: turn.text})
         turns += 1
         metrics |= answer.metrics
-        rewards += [] if answer.reward is None else [answer.reward]
-    if not rewards:
+        rewards.append(answer.reward)
+    if all(reward is None for reward in rewards):
         raise ServerFault(f"{session.url} gave no reward in {turns} steps")
-    return episode.sample(sum(rewards), {**metrics, "turns": turns})
+    sample = episode.sample(metrics={**metrics, "turns": turns})
+    sample.reward_turns(rewards)
+    return sample
 
 
 def _busy(reason: str) -> None:

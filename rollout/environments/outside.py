@@ -20,9 +20,9 @@ async def play_outside(
     pool: ProcessPool, policy: Policy, numbers: Sequence[int], *arguments: Any
 ) -> list[Sample]:
     """Return the samples with these numbers, which one call in `pool` makes: it gets [base_url, api_key] of
-    each, then `arguments`. For each it returns {"reward": float, "metrics": {name: float}}, or
-    {"error": text}. A sample with an error, or whose call fails, is lost. If the call ends its process, all
-    of them are.
+    each, then `arguments`. For each it returns {"reward": float, "metrics": {name: float}}, where
+    "turn_rewards" may have one for each turn, or {"error": text}. A sample with an error, or whose call
+    fails, is lost. If the call ends its process, all of them are.
     """
     from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
 
@@ -48,6 +48,9 @@ def _scored(samples: list[Sample], end: dict[str, Any]) -> list[Sample]:
         return [lost(" ".join(error.split()))]
     for sample in samples:
         sample.reward, sample.metrics = end["reward"], dict(end["metrics"])
+    rewards = end.get("turn_rewards", ())
+    if len(samples) == 1 and len(samples[0].generated_turns) == len(rewards):
+        samples[0].reward_turns(rewards)
     return samples
 
 

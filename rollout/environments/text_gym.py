@@ -102,7 +102,8 @@ def _episode(
         metrics |= measured
         ends = ends or is_cut  # the budget of tokens, or the context, is used up
         messages += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
-    return {"reward": sum(rewards), "metrics": {"turns": len(rewards), **metrics}}
+    metrics = {"turns": len(rewards), **metrics}
+    return {"reward": sum(rewards), "turn_rewards": rewards, "metrics": metrics}
 
 
 def _reply(messages: list[dict[str, str]], base_url: str, api_key: str) -> tuple[str, bool]:

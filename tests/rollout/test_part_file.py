@@ -91,6 +91,22 @@ def test_conversation_survives_a_part_and_is_read_turn_by_turn() -> None:
     ]
 
 
+def test_rewards_of_turns_survive_a_part_and_are_left_out_where_there_are_none() -> None:
+    sample = make_sample(9)
+    sample.turns = [Turn("assistant", "a", 4, 6, "stop"), Turn("user", "b"), Turn("assistant", "c", 8, 9)]
+    assert b'"finish_reason": null, "reward"' not in encode([Group(3, "a1", "", [sample])])
+    sample.reward_turns([0.25, None])
+    (group,) = decode_part(encode([Group(3, "a1", "", [sample])]))[1]
+    assert [turn.reward for turn in group.samples[0].turns] == [0.25, None, None]
+    shown = json.loads(line_for_people(group, rank=1, model_version="d1"))["samples"][0]["turns"]
+    assert [turn.get("reward") for turn in shown] == [0.25, None, None]
+    sample.turns[0] = Turn("assistant", "a", 4, 6, "stop", reward=float("nan"))
+    assert (
+        unfit(sample, demonstrated=False)
+        == "the reward of a turn is nan, expected a finite number up to 1e+15"
+    )
+
+
 def test_part_of_single_turns_is_what_it_was_before_there_were_conversations() -> None:
     data = encode(GROUPS)
     assert b'"turns"' not in data

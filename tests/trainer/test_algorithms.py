@@ -326,3 +326,11 @@ def test_settings_that_are_given_win_over_the_presets() -> None:
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"algorithm=ppo: there is default, grpo, .*sft"):
         TrainerSettings(algorithm="ppo")
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "distill", "rft", "maxrl", "gdpo"])
+def test_credit_by_turn_is_refused_where_advantages_are_of_whole_samples(algorithm: str) -> None:
+    refusal = r"credit=turn with trainer.advantage=\w+: that is of whole samples; use centred, standardised, "
+    with pytest.raises(ValueError, match=refusal):
+        TrainerSettings(algorithm=algorithm, credit="turn")
+    assert TrainerSettings(credit="turn", advantage="whitened").turn_discount == 1

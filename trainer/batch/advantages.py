@@ -90,6 +90,39 @@ def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bo
     return _KINDS[kind](values)
 
 
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], kind: str = "centred", *, discount: float = 1.0
+) -> list[Values]:
+    """[(K_s,), ...] advantages of the turns of a group's samples, from what each turn has earned.
+
+    Turn k of sample s has the return G_sk = sum over l >= k of discount^(l - k) r_sl. Its advantage is that
+    of G_sk, by `kind`, among the returns of all samples that have a turn k: the step advantage of GiGPO
+    (arXiv 2505.10978), where same turn, not same state, is what is compared, as in MT-GRPO (arXiv
+    2505.11821). A mean for each step does not bias the gradient (Peters and Schaal 2008). A turn that a
+    single sample has reached has that sample's advantage, which is that of its first turn.
+    With a reward at the end alone, as many turns in each and discount 1, all turns have the sample's.
+    """
+    returns = [_returns(of_turns, discount) for of_turns in rewards]
+    advantages = [np.zeros_like(values) for values in returns]
+    for k in range(max(map(len, returns), default=0)):
+        there = [s for s, values in enumerate(returns) if len(values) > k]
+        if k and len(there) == 1:
+            advantages[there[0]][k] = advantages[there[0]][0]
+            continue
+        compared = group_advantages([returns[s][k] for s in there], kind, keep_flat=True)
+        for s, advantage in zip(there, () if compared is None else compared, strict=True):
+            advantages[s][k] = advantage
+    return advantages
+
+
+def _returns(rewards: Sequence[float], discount: float) -> Values:
+    """(K,) the discounted sum of rewards (K,) from each turn on."""
+    values = np.array(rewards, dtype=np.float64)
+    for k in reversed(range(len(values) - 1)):
+        values[k] += discount * values[k + 1]
+    return values
+
+
 def whiten(advantages: ArrayLike, tokens: ArrayLike) -> Values:
     """(S,) advantages of all samples of a batch, with mean 0 and deviation 1 over their trained tokens
     (REINFORCE++, arXiv 2501.03262, equation 9, as OpenRLHF computes it: a token has the advantage of its

@@ -24,6 +24,7 @@ from trainer.batch.selection import (
     lessons,
     policy_iterations,
     shuffled,
+    with_whitened_tokens,
 )
 from trainer.settings import TrainerSettings
 
@@ -45,7 +46,10 @@ _DTYPES = {
     "temperatures": np.float32,
     "ages": np.int32,
     "teacher_logprobs": np.float32,
+    "token_advantages": np.float32,
 }
+_OPTIONAL = {"token_advantages"}
+"""What a batch of before may lack, as one does that has none of it."""
 
 
 class DamagedBatch(ValueError):
@@ -86,7 +90,7 @@ class Batch:
     offsets: NDArray[np.int64]
     """(S + 1,)"""
     advantages: NDArray[np.float32]
-    """(S,)"""
+    """(S,), of the samples."""
     rewards: NDArray[np.float32]
     """(S,), as given, without a penalty for length."""
     slots: NDArray[np.int32]
@@ -110,6 +114,8 @@ class Batch:
     """(D,) trained tokens of each."""
     teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """(T,), by the teacher, natural log, 0 for tokens that are not trained; or (0,) without a teacher."""
+    token_advantages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """(T,), those of their turns; or (0,): each token has that of its sample."""
     pictures: Sequence[Sequence[Picture]] = ()
     """(S,) those of each sequence, in order; empty if no sequence has any."""
 
@@ -145,6 +151,13 @@ class Batch:
         bounds[1, sequences] = trained - self.offsets[sequences]
         return bounds
 
+    def teaches(self, sequences: range) -> bool:
+        """Return whether any of these sequences has an advantage."""
+        if len(self.token_advantages):
+            tokens = slice(self.offsets[sequences.start], self.offsets[sequences.stop])
+            return bool((self.token_advantages * self.loss_mask)[tokens].any())
+        return bool(self.advantages[sequences.start : sequences.stop].any())
+
     def age(self) -> dict[str, float]:
         """Return mean (`age`) and largest (`age_max`) of `ages` over the trained tokens, 0 without any."""
         ages = self.ages[self.loss_mask == 1]
@@ -163,6 +176,7 @@ class Batch:
         if self.pictures:
             header["pictures"] = [[astuple(picture) for picture in shown] for shown in self.pictures]
         arrays = {name: getattr(self, name) for name in _DTYPES}
+        arrays = {name: array for name, array in arrays.items() if name not in _OPTIONAL or len(array)}
         return safetensors.numpy.save(arrays, metadata={"batch": json.dumps(header, sort_keys=True)})
 
     @staticmethod
@@ -175,7 +189,7 @@ class Batch:
             if header["format"] != FORMAT:
                 raise DamagedBatch(f"the batch has format {header['format']}, this version reads {FORMAT}")
             batch = Batch(
-                **{name: arrays[name] for name in _DTYPES},
+                **{name: arrays[name] for name in _DTYPES if name in arrays or name not in _OPTIONAL},
                 counts=Counts(**header["counts"]),
                 pictures=[[Picture(*fields) for fields in shown] for shown in header.get("pictures", ())],
                 **{name: header[name] for name in ("manifest_sha256", "policy", "seed")},
@@ -199,8 +213,9 @@ class Batch:
         sequences = len(self.advantages)
         if not (len(self.loss_mask) == len(self.logprobs) == len(self.ages) == tokens):
             raise DamagedBatch("token_ids, loss_mask, logprobs and ages differ in length")
-        if len(self.teacher_logprobs) not in (0, tokens):
-            raise DamagedBatch("token_ids and teacher_logprobs differ in length")
+        for name in ("teacher_logprobs", "token_advantages"):
+            if len(getattr(self, name)) not in (0, tokens):
+                raise DamagedBatch(f"token_ids and {name} differ in length")
         of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.offsets[1:])
         if any(len(array) != sequences for array in of_sequences):
             raise DamagedBatch(
@@ -278,7 +293,7 @@ def build_batch(
         for source, of_iteration in zip(sources, window, strict=True)
         for lesson in of_iteration
     ]
-    trained = [item for lesson, _ in drawn for item in lesson]
+    trained = with_whitened_tokens([item for lesson, _ in drawn for item in lesson], settings)
     origins = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
     scored = list(zip(trained, batch_advantages(trained, settings), origins, strict=True))
     if settings.advantage == "pair":
@@ -303,6 +318,9 @@ def build_batch(
         temperatures=np.array([source.temperature for _, _, (_, source) in chosen], np.float32),
         ages=_flat([_ages(item.sample, source, iteration) for item, _, (_, source) in chosen], np.int32),
         teacher_logprobs=_flat(_taught(samples, settings), np.float32),
+        token_advantages=_flat(
+            [item.of_tokens for item, _, _ in chosen if item.of_tokens is not None], np.float32
+        ),
         counts=_counts(groups, window),
         pictures=[sample.pictures for sample in samples] if any(s.pictures for s in samples) else (),
         manifest_sha256=manifest_sha256,

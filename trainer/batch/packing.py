@@ -272,7 +272,11 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         ),
         targets=batch.token_ids[trained].astype(np.int64),
         engine_logprobs=batch.logprobs[trained],
-        advantages=batch.advantages[sequences][of_sequence],
+        advantages=(
+            batch.token_advantages[trained]
+            if len(batch.token_advantages)
+            else batch.advantages[sequences][of_sequence]
+        ),
         temperatures=batch.temperatures[sequences][of_sequence],
         sequences=of_sequence,
         tokens=int(real.sum()),

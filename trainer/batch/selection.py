@@ -18,11 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.trajectory import Group, Sample
-from trainer.batch.advantages import decoupled, group_advantages, standardised_batch, whiten
+from trainer.batch.advantages import (
+    decoupled,
+    group_advantages,
+    standardised_batch,
+    turn_advantages,
+    whiten,
+)
 from trainer.settings import TrainerSettings
 
 SHAPING = (
     "advantage",
+    "credit",
+    "turn_discount",
     "kl",
     "kl_in",
     "kl_to",
@@ -54,6 +62,8 @@ class Trained(NamedTuple):
     """Its trained tokens; 0 for a sample that is not trained on, but counts as a sequence."""
     computed: bool = True
     """False: it has no gradient, and is in the batch to be counted."""
+    of_tokens: NDArray[np.float64] | None = None
+    """With credit=turn: (T,) the advantage of each token."""
 
 
 Lesson = list[Trained]
@@ -105,24 +115,48 @@ def _lesson(
     if settings.advantage == "decoupled" and scored:
         values = [_values(group, sample, weights) if weights else [reward] for sample, reward in scored]
         shaped = decoupled(values, [*weights.values()] if weights else [1.0]).tolist()
-    advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups)
+    by_turn = settings.credit == "turn"
+    advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups or by_turn)
     if advantages is None:
         return []
+    of_tokens = _of_tokens([sample for sample, _ in scored], shaped, settings) if by_turn else None
+    is_flat = not any(map(np.any, of_tokens or [advantages]))
+    if by_turn and is_flat and not settings.keep_flat_groups:
+        return []
     # What is whitened has an advantage, and a KL term or an entropy bonus teaches without one.
-    has_gradient = bool(advantages.any()) or settings.advantage == "whitened" or settings.teaches_flat_groups
+    has_gradient = not is_flat or settings.advantage == "whitened" or settings.teaches_flat_groups
     lesson: list[Trained] = []
-    for (whole, reward), advantage in zip(scored, advantages.tolist(), strict=True):
+    for number, ((whole, reward), advantage) in enumerate(zip(scored, advantages.tolist(), strict=True)):
         sample = whole if oldest is None else _since(whole, oldest)
         trained = _is_trained(sample, reward, settings)
         if trained or settings.keep_flat_groups:
             tokens = int(sample.loss_mask.sum()) if trained else 0
+            of_its = of_tokens[number] if of_tokens else None
             lesson.append(
-                Trained(group.slot, sample, reward, advantage, tokens, computed=trained and has_gradient)
+                Trained(group.slot, sample, reward, advantage, tokens, trained and has_gradient, of_its)
             )
     if settings.advantage == "pair":
         pair = [item for item in lesson if item.advantage]
         return pair if len(pair) == PAIR else []
     return lesson
+
+
+def _of_tokens(
+    samples: Sequence[Sample], rewards: Sequence[float], settings: TrainerSettings
+) -> list[NDArray[np.float64]]:
+    """[(T,), ...] the advantage of each token of a group's samples: that of its turn. What a sample's reward
+    is beyond those of its turns came at its end. A sample that names no turns is a single one.
+    """
+    earned = [[turn.reward or 0.0 for turn in sample.generated_turns] or [0.0] for sample in samples]
+    for of_sample, reward in zip(earned, rewards, strict=True):
+        of_sample[-1] += reward - sum(of_sample)
+    of_turns = turn_advantages(earned, settings.advantage, discount=settings.turn_discount)
+    of_tokens: list[NDArray[np.float64]] = []
+    for sample, advantages in zip(samples, of_turns, strict=True):
+        begins = [turn.begin or 0 for turn in sample.generated_turns] or [0]
+        turns = np.searchsorted(begins, np.arange(len(sample.token_ids)), side="right") - 1
+        of_tokens.append(advantages[np.maximum(0, turns)] * sample.loss_mask)
+    return of_tokens
 
 
 def _values(group: Group, sample: Sample, weights: Mapping[str, float]) -> list[float]:
@@ -171,9 +205,25 @@ def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> l
     advantages = [item.advantage for item in trained]
     if settings.advantage == "decoupled":
         return standardised_batch(advantages).tolist()
-    if settings.advantage != "whitened" or (settings.kl != "off" and settings.kl_in != "loss"):
-        return advantages  # KL in the reward is known in the training, which whitens then
+    if not _whitens(settings):
+        return advantages
     return whiten(advantages, [item.tokens for item in trained]).tolist()
+
+
+def with_whitened_tokens(trained: Sequence[Trained], settings: TrainerSettings) -> list[Trained]:
+    """Return a whole batch with the advantages of tokens (credit=turn) whitened, where they are to be."""
+    of_tokens = [item.of_tokens for item in trained if item.of_tokens is not None]
+    if not of_tokens or not _whitens(settings):
+        return [*trained]
+    counts = np.concatenate([item.sample.loss_mask * (item.tokens > 0) for item in trained])
+    ends = np.cumsum([len(values) for values in of_tokens])
+    whitened = np.split(whiten(np.concatenate(of_tokens), counts), ends[:-1])
+    return [item._replace(of_tokens=values) for item, values in zip(trained, whitened, strict=True)]
+
+
+def _whitens(settings: TrainerSettings) -> bool:
+    """Return whether the batch is whitened: KL in the reward is known in the training, which whitens then."""
+    return settings.advantage == "whitened" and (settings.kl == "off" or settings.kl_in == "loss")
 
 
 def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:

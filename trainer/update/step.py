@@ -180,7 +180,7 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
         places = range(of_units.start * unit, of_units.stop * unit)
         first, last = np.searchsorted(batch.absent_at, [places.start, places.stop]).tolist()
         sequences = range(places.start - first, places.stop - last)
-        if not (settings.teaches_flat_groups or batch.advantages[sequences.start : sequences.stop].any()):
+        if not (settings.teaches_flat_groups or batch.teaches(sequences)):
             continue
         begin, end = int(batch.offsets[sequences.start]), int(batch.offsets[sequences.stop])
         trained = int(batch.loss_mask[begin:end].sum())

@@ -243,7 +243,8 @@ def test_each_turn_is_an_action_and_the_rewards_are_added_up(server: Server, gue
     (wrong,) = played(guess, task_of(server), lambda *_: "x.", n=1)
     assert text_of(wrong) == f"u0 to 9, not {number + 1}?.ax.uno.ax.uno.ax."
     assert text_of(wrong, trained=True) == "x.x.x." and unfit(wrong, demonstrated=False) is None
-    assert (wrong.reward, wrong.metrics) == (-0.5, {"turns": 3.0, "tries": 3.0})  # the second step gave none
+    assert (wrong.reward, wrong.metrics) == (-0.5, {"turns": 3.0, "tries": 3.0})
+    assert [turn.reward for turn in wrong.generated_turns] == [-0.25, None, -0.25]
     wait_until(lambda: not server.sessions)
 
 

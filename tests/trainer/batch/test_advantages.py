@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batch.advantages import decoupled, group_advantages, standardised_batch, whiten
+from trainer.batch.advantages import (
+    decoupled,
+    group_advantages,
+    standardised_batch,
+    turn_advantages,
+    whiten,
+)
 
 KINDS = ["centred", "standardised", "leave_one_out", "whitened", "one"]
 
@@ -80,3 +86,39 @@ def test_several_rewards_count_by_their_weights_whatever_they_range_over() -> No
 def test_sums_of_rewards_are_standardised_over_the_batch() -> None:
     assert standardised_batch([3.0, -3.0, 0.0]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-6)
     assert standardised_batch([]).tolist() == []
+
+
+def test_turn_is_compared_by_what_comes_from_it_on() -> None:
+    rewards = [[1.0, 0.0, 4.0], [0.0, 2.0, 0.0]]
+    halved = turn_advantages(rewards, discount=0.5)  # returns 2, 2, 4 and 1, 2, 0
+    assert [values.tolist() for values in halved] == [[0.5, 0.0, 2.0], [-0.5, 0.0, -2.0]]
+    own = turn_advantages(rewards, "leave_one_out", discount=0.0)
+    assert [values.tolist() for values in own] == [[1.0, -2.0, 4.0], [-1.0, 2.0, -4.0]]
+
+
+@pytest.mark.parametrize("kind", ["centred", "standardised", "leave_one_out"])
+def test_reward_at_the_end_alone_gives_each_turn_the_advantage_of_its_sample(kind: str) -> None:
+    of_samples = group_advantages([1.0, 0.0, 0.5], kind)
+    of_turns = turn_advantages([[0.0, 1.0], [0.0, 0.0], [0.0, 0.5]], kind)
+    assert of_samples is not None
+    np.testing.assert_allclose(of_turns, np.stack([of_samples, of_samples], axis=1))
+
+
+def test_turn_that_no_other_sample_has_gets_the_advantage_of_its_sample() -> None:
+    first, second = turn_advantages([[1.0], [0.0, 0.0, 3.0]])
+    assert (first.tolist(), second.tolist()) == ([-1.0], [1.0, 1.0, 1.0])
+
+
+def test_credit_by_turn_does_not_bias_the_gradient() -> None:
+    """Every pair of samples of a game: the first action ends it or not, each action earns something."""
+    ends, stays = 0.3, 0.6
+    earned = {(1,): [0.7], (0, 0): [-0.2, 1.0], (0, 1): [-0.2, 2.0]}
+    chance = {(1,): ends, (0, 0): (1 - ends) * (1 - stays), (0, 1): (1 - ends) * stays}
+    scores = {(1,): [1 - ends], (0, 0): [-ends, -stays], (0, 1): [-ends, 1 - stays]}  # of the logits
+    expected, found = np.zeros(2), np.zeros(2)
+    for game, p in chance.items():
+        expected[: len(game)] += p * sum(earned[game]) * np.array(scores[game])
+        for other, q in chance.items():
+            advantages, _ = turn_advantages([earned[game], earned[other]], "leave_one_out")
+            found[: len(game)] += p * q * advantages * np.array(scores[game])
+    np.testing.assert_allclose(found, expected)

@@ -39,10 +39,10 @@ class TrainerSettings(Settings):
     group, and then in the batch (decoupled); 1 for every sample; 0 for every sample; only the best and the
     worst sample of a group are trained, as a pair (`pair_beta`)."""
     credit: Literal["sample", "turn"] = "sample"
-    """Whose reward `advantage` is made of: that of the sample, for all of its tokens; or of each turn the
-    rewards from it on, compared with those of the group's other samples from the same turn on."""
+    """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
+    turns."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """With credit=turn: how much less each further turn's reward counts; 0: a turn has only its own."""
+    """What the next turn's return counts for; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
     (beta of DPO, arXiv 2305.18290)."""
@@ -139,7 +139,7 @@ class TrainerSettings(Settings):
     """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
     sharded."""
     compile: bool = False
-    """Compile the layers with torch.compile: after some seconds at the first steps they compute faster."""
+    """Compile the layers with torch.compile."""
     cpu_offload: bool = False
     """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()

@@ -75,7 +75,9 @@ class Collector:
         tally: Tally | None = None,
     ) -> None:
         self._tally = tally or Tally(log)
-        self._teacher = SelfTeacher.of(settings) or (Teacher(settings.teacher) if settings.teacher else None)
+        self._teacher = SelfTeacher.from_settings(settings) or (
+            Teacher(settings.teacher) if settings.teacher else None
+        )
         self._makers = {
             kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teacher)
             for kind, recipe in recipes.items()

@@ -93,7 +93,8 @@ def _batch(
 
 def _samples(run_dir: RunDir, number: int, manifest: dict[str, Any], known: dict[int, str]) -> Iterator[str]:
     sampler = manifest["origin"]["policy_iteration"]
-    if known.get(sampler, manifest["policy"]) != manifest["policy"]:
+    is_own = "rescored" not in manifest  # else the samples are of a policy of the run that it comes from
+    if is_own and known.get(sampler, manifest["policy"]) != manifest["policy"]:
         path = run_dir.manifest("train", number)
         yield _differs(path, manifest["policy"], f"the policy of iteration {sampler}", known[sampler])
     for entry in manifest["parts"]:

@@ -146,7 +146,7 @@ def _chosen(node: Node) -> dict[str, Any]:
     """Return what the settings say that an iteration is made with, and of."""
     quota = Quota.from_settings(node.settings.rollout)
     needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
-    teacher = SelfTeacher.of(node.settings.rollout)
+    teacher = SelfTeacher.from_settings(node.settings.rollout)
     return {
         **chosen(node.settings, node.identity.inputs),
         **needed,

@@ -21,7 +21,7 @@ ENDLESS = "neither its tokenizer nor its configuration names a token that ends a
 
 def refuse_wrong_teacher(settings: RunSettings) -> None:
     """Raise SettingsError if rollout.teacher is no server's address, or needs a key that is not set here."""
-    if settings.rollout.teacher is not None and SelfTeacher.of(settings.rollout) is None:
+    if settings.rollout.teacher is not None and SelfTeacher.from_settings(settings.rollout) is None:
         try:
             Teacher(settings.rollout.teacher)
         except ValueError as error:
@@ -33,7 +33,7 @@ def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
     it lacks tokens that any sample may have, or has no room for a prompt before `rollout.max_tokens`.
     """
     rollout = settings.rollout
-    if rollout.teacher is None or SelfTeacher.of(rollout) or settings.rollout_split == "eval-only":
+    if rollout.teacher is None or SelfTeacher.from_settings(rollout) or settings.rollout_split == "eval-only":
         return {}
     known, rows = read_marks(model_dir), vocabulary_size(model_dir)
     tokens = [known.words - 1, *known.end_ids]  # one that was added for padding, say, is in no sample

@@ -91,7 +91,7 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
     """Raise SettingsError for the first training task without a hint for rollout.teacher=self:FIELD,
     unless its environment may give one.
     """
-    teacher, environment = SelfTeacher.of(settings.rollout), settings.rollout.environment
+    teacher, environment = SelfTeacher.from_settings(settings.rollout), settings.rollout.environment
     played = settings.rl_phase != "update" and settings.rollout_split != "eval-only"
     if teacher is None or not played or (teacher.field == FEEDBACK and environment not in BUILT_IN):
         return
@@ -237,7 +237,7 @@ def look_at_text(
     """
     has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
-    teacher, own = room_at_teacher(settings, model_dir), SelfTeacher.of(settings.rollout)
+    teacher, self_teacher = room_at_teacher(settings, model_dir), SelfTeacher.from_settings(settings.rollout)
     context = any_kind(settings.engine).context(model_dir)
     try:
         for played in _played(settings, tasks, eval_tasks, sets):
@@ -251,9 +251,9 @@ def look_at_text(
                     played.tasks, played.environment, model_dir, sampling, tokenizer, longest
                 ):
                     log.warning("%s", text)
-                if own is not None and played.tasks is tasks and context is not None:
+                if self_teacher is not None and played.tasks is tasks and context is not None:
                     room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
-                    hinted = own.hinted_set(tasks)
+                    hinted = self_teacher.hinted_set(tasks)
                     try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
     except TaskError as error:
         raise SettingsError(str(error)) from None

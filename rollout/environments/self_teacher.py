@@ -33,7 +33,7 @@ class SelfTeacher:
     template: str
 
     @classmethod
-    def of(cls, settings: RolloutSettings) -> "SelfTeacher | None":
+    def from_settings(cls, settings: RolloutSettings) -> "SelfTeacher | None":
         """Return the teacher of rollout.teacher=self:FIELD; None for another one, or none."""
         name = settings.teacher or ""
         return cls(name.removeprefix(SELF), settings.teacher_template) if name.startswith(SELF) else None
@@ -55,10 +55,10 @@ class SelfTeacher:
         beginning = opening(task)
         if isinstance(beginning, str):
             return {**task, "prompt": self._filled(beginning, hint)}
-        asked = [at for at, message in enumerate(beginning) if message["role"] == "user"]
-        if not asked:
+        places = [at for at, message in enumerate(beginning) if message["role"] == "user"]
+        if not places:
             raise TaskError(f"task {task['id']!r}: has no message of the user for the hint of its teacher")
-        messages, at = list(beginning), asked[-1]
+        messages, at = list(beginning), places[-1]
         messages[at] = {**messages[at], "content": self._filled(messages[at]["content"], hint)}
         return {**task, "messages": messages}
 

@@ -17,6 +17,11 @@ async def digits(_task: dict[str, Any], completion: str) -> float:
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
+def letters(_task: dict[str, Any], completion: str) -> float:
+    """The share of letters."""
+    return sum(character.isalpha() for character in completion) / max(1, len(completion))
+
+
 def broken(_task: dict[str, Any], _completion: str) -> float:
     """A reward with a mistake in it."""
     raise RuntimeError("this reward is broken")

@@ -10,9 +10,10 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from coordinator.directory import published
@@ -20,9 +21,10 @@ from coordinator.directory.layout import RunDir, parse_iteration_name
 from coordinator.directory.published import Incomplete
 from coordinator.keeping.trainer_states import saved_in_background
 from coordinator.protocol.placement_records import run_dirs
-from coordinator.protocol.records import claim_stopped
+from coordinator.protocol.records import EpochRecord, claim_stopped
 from coordinator.protocol.snapshot import whole_board
-from coordinator.settings.tree import SettingsError
+from coordinator.settings import loading
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import share_with_group
 from coordinator.start.run_json import find_run, new_run_id
 from coordinator.start.start import last_start
@@ -42,11 +44,18 @@ class Forked:
     """Of these, what could not be linked."""
 
 
-def fork(root: Path, iteration: int, target: Path) -> Forked:
+def fork(
+    root: Path,
+    iteration: int,
+    target: Path,
+    fill: Callable[[RunDir], None] = lambda _child: None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Forked:
     """Make a run at `target` whose next iteration is `iteration`, with all before it as in the run at `root`.
 
-    It begins with the settings of the parent's last start. Nothing of the parent changes, which may be
-    running. Raises SettingsError if that cannot be; then there is nothing at `target`.
+    It begins with the settings of the parent's last start, and `overrides` over them. Nothing of the parent
+    changes, which may be running. `fill` adds to the new run before it gets its name. Raises SettingsError if
+    that cannot be; then there is nothing at `target`.
     """
     run_dir = RunDir(root)
     run = find_run(root)
@@ -54,7 +63,7 @@ def fork(root: Path, iteration: int, target: Path) -> Forked:
         raise SettingsError(f"--to {target}: is there already; give a new directory")
     if root.resolve() in target.resolve().parents:
         raise SettingsError(f"--to {target}: is in the run at {root}; give a directory beside it")
-    _refuse_unfinished(run_dir, iteration)
+    refuse_unfinished(run_dir, iteration)
     share_with_group(root)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +72,8 @@ def fork(root: Path, iteration: int, target: Path) -> Forked:
             forked = _link_all(run_dir, whole, iteration)
             if iteration > 1:
                 published.weigh_checkpoint(whole.checkpoint(iteration - 1))
-            _begin(run_dir, whole, run, iteration)
+            _begin(run_dir, whole, run, iteration, overrides)
+            fill(whole)
             os.replace(whole.root, target)
     except Incomplete as error:
         raise SettingsError(f"--iteration {iteration}: {error}; nothing was made") from None
@@ -82,7 +92,7 @@ def summary(forked: Forked, iteration: int, target: Path) -> str:
     )
 
 
-def _refuse_unfinished(run_dir: RunDir, iteration: int) -> None:
+def refuse_unfinished(run_dir: RunDir, iteration: int) -> None:
     """Raise SettingsError unless what is before `iteration` is finished, and has left its policy."""
     finished = {line["iteration"] for line in published.metrics_lines(run_dir)}
     there = published.checkpoints(run_dir)
@@ -111,12 +121,13 @@ def _taken(parent: RunDir, newest: int) -> Iterator[Path]:
     yield from filter(Path.is_dir, (parent.base_model, parent.images))
     samples = (parent.trajectories("train", 0), parent.trajectories("eval", 0))
     for directory in (*samples, parent.batch(0), parent.checkpoint(0)):
-        yield from (path for number, path in _by_iteration(directory.parent) if number <= newest)
+        yield from (path for number, path in by_iteration(directory.parent) if number <= newest)
     states = saved_in_background(parent)
     yield from (directory for directory, state in states.items() if state.iteration <= newest)
 
 
-def _by_iteration(directory: Path) -> Iterator[tuple[int, Path]]:
+def by_iteration(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the folders of iterations in a directory."""
     for name in published.names(directory):
         if (number := parse_iteration_name(name)) is not None:
             yield number, directory / name
@@ -149,7 +160,9 @@ def _link(source: Path, target: Path, forked: Forked) -> None:
     forked.bytes += size
 
 
-def _begin(parent: RunDir, child: RunDir, run: dict[str, Any], iteration: int) -> None:
+def _begin(
+    parent: RunDir, child: RunDir, run: dict[str, Any], iteration: int, overrides: Mapping[str, Any]
+) -> None:
     """Give the new run its identity, and the settings with which it goes on."""
     for directory in child.fixed_directories:
         files.make_directory(directory)
@@ -158,6 +171,16 @@ def _begin(parent: RunDir, child: RunDir, run: dict[str, Any], iteration: int) -
     run_id = new_run_id()
     epoch = 1 + max(whole_board(crew, published.names).newest_epoch() for crew in run_dirs(parent.root))
     text = f"run fork has made this run of {parent.root}, at iteration {iteration}; nobody has started it"
-    claim_stopped(child, run_id, last_start(parent.root), epoch, text)
+    claim_stopped(child, run_id, _with(last_start(parent.root), overrides), epoch, text)
     document = {**run, "run_id": run_id, "forked_from": origin}
     files.publish(child.run_json, json.dumps(document, indent=1).encode())
+
+
+def _with(record: EpochRecord | None, overrides: Mapping[str, Any]) -> EpochRecord | None:
+    """Return the record of a start that was given these settings too."""
+    if record is None or not overrides:
+        return record
+    settings = loading.overlay(RunSettings.published(record.settings), overrides).model_dump(mode="json")
+    then = record.given
+    update = {"settings": {**then.settings, **overrides}} if then else {}
+    return record.model_copy(update={"settings": settings, "given": then and then.model_copy(update=update)})

@@ -24,6 +24,7 @@ GROUPS = {
         "cleanup": "remove what an interrupted iteration left",
         "verify": "is all that is kept whole, and does an iteration come out the same again?",
         "fork": "go on from an iteration as a new run, with other settings",
+        "rescore": "train anew on samples that are there, with another reward",
         "eval": "score a checkpoint, or any model, on sets of tasks",
         "export": "copy a checkpoint's model, for the Hub or for a server",
     },

@@ -1,5 +1,5 @@
-"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run fork`, `run verify`,
-`run export`."""
+"""Commands for before and after a run: `run eval`, `run doctor`, `run cleanup`, `run fork`, `run rescore`,
+`run verify`, `run export`."""
 
 import os
 import sys
@@ -138,6 +138,34 @@ def fork(
     return 0
 
 
+@command_in(APPS, "rescore")
+def rescore(
+    iteration: Annotated[
+        str, option("--iteration", metavar="N", help="The first whose samples are scored anew.")
+    ],
+    reward: Annotated[list[str], option("--reward", metavar="NAME[=WEIGHT]", help="As in `run`.")],
+    last: Annotated[
+        str | None, option("--last", metavar="N", help="The last one; default: the newest.")
+    ] = None,
+    to: Annotated[
+        Path | None,
+        option("--to", metavar="DIR", help="A new directory, for the new run.", parser=directory_of_user),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change; make no run.")] = False,
+    log_path: LogPath = Path("runs/default"),
+) -> int:
+    """Make a new run that trains on samples of this one with other rewards, without generating them again."""
+    from coordinator.console.commands.rescore import rescore as make
+    from coordinator.settings.tree import SettingsError
+    from rollout.settings import JOIN
+
+    if dry_run == (to is not None):
+        raise SettingsError("give --to DIR for the new run, or --dry-run to see what would change")
+    first, end = _iteration(iteration), _iteration(last, "--last") if last else None
+    make(log_path.absolute(), first, end, JOIN.join(reward), to.absolute() if to else None)
+    return 0
+
+
 @command_in(APPS, "verify")
 def verify(
     iteration: Annotated[
@@ -177,9 +205,9 @@ def export(
     return 0
 
 
-def _iteration(text: str) -> int:
+def _iteration(text: str, option: str = "--iteration") -> int:
     from coordinator.settings.tree import SettingsError
 
     if not (text.isdecimal() and int(text)):
-        raise SettingsError(f"--iteration {text}: give the number of an iteration, e.g. --iteration 5")
+        raise SettingsError(f"{option} {text}: give the number of an iteration, e.g. {option} 5")
     return int(text)

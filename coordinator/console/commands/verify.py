@@ -134,7 +134,7 @@ def _repeats_samples(settings: dict[str, Any], number: int, manifest: dict[str, 
     """Return whether the iteration can come out the same from its samples on: they are of the policy before
     it, by an engine that repeats them.
     """
-    if manifest is None or manifest["origin"]["policy_iteration"] != number - 1:
+    if manifest is None or "rescored" in manifest or manifest["origin"]["policy_iteration"] != number - 1:
         return False
     return engine_of(RunSettings.published(settings), MASTER).repeats_samples
 

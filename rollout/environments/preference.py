@@ -3,6 +3,7 @@
 As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine.
 """
 
+import logging
 from collections.abc import Sequence
 
 from rollout.environments.demonstration import SAID, messages_before, written
@@ -11,6 +12,8 @@ from rollout.origin import Sampling
 from rollout.tasks.messages import Message
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
+
+log = logging.getLogger(__name__)
 
 REWARDS = {"chosen": 1.0, "rejected": 0.0}
 """Of the answer in each of these fields of a task."""
@@ -44,10 +47,15 @@ preference.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (
 
 
 def check_preferences(tasks: TaskSet) -> None:
-    """Raise TaskError, which names the task, if a task has no pair of answers."""
+    """Raise TaskError, which names the task, if a task has no pair of answers. Warn of pairs of one answer,
+    which data sets of ratings have where two are rated alike.
+    """
+    equal = 0
     for task in tasks.tasks:
-        for name in REWARDS:
-            _answer(task, name)
+        chosen, rejected = (_answer(task, name) for name in REWARDS)
+        equal += chosen == rejected
+    if equal:
+        log.warning("%d of %d pairs have the same answer twice, and teach nothing", equal, len(tasks.tasks))
 
 
 def _answer(task: Task, name: str) -> Message:

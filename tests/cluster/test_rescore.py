@@ -88,7 +88,8 @@ def test_samples_with_other_rewards_are_trained_on_and_none_is_generated_again(
 
     # ---- what is said of it
     text = render(StatusReader(other.root).read(), other.root)
-    assert f"forked from {cluster.root} at iteration 2" in text
+    samples = "whose samples of iterations 2 to 3 have other rewards"
+    assert f"forked from {cluster.root} at iteration 2, {samples}\n" in text
     ages = [line["age"] for line in other.metrics()]
     assert ages[1:3] == [0.0, 1.0], "the samples of iteration 3 are of a policy that only the parent has had"
     capsys.readouterr()

@@ -120,6 +120,9 @@ class Rescorer:
                 files.publish(directory / name, encode_part(groups, header))
             if header is not None:
                 self._write_documents(child, number, header)
+        run = published.read_json(child.run_json) or {}
+        run["forked_from"]["rescored"] = self.numbers
+        files.publish(child.run_json, json.dumps(run, indent=1).encode())
 
     def _write_documents(self, child: RunDir, number: int, header: PartHeader) -> None:
         """Write what says of an iteration that its samples are there."""

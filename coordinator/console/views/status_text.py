@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from coordinator.console.views.crew_status import GOING
 from coordinator.console.views.heartbeats import is_number
+from coordinator.console.views.ranges import iterations_text
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
@@ -231,7 +232,9 @@ def render(status: Status, root: Path) -> str:
 def lineage(forked_from: Mapping[str, Any] | None) -> Iterable[str]:
     """Say which runs a run was forked from, a line each, the parent first."""
     while forked_from:
-        yield f"forked from {forked_from['directory']} at iteration {forked_from['iteration']}"
+        rescored = forked_from.get("rescored")
+        samples = f", whose samples of {iterations_text(rescored)} have other rewards" if rescored else ""
+        yield f"forked from {forked_from['directory']} at iteration {forked_from['iteration']}{samples}"
         forked_from = forked_from.get("forked_from")
 
 

@@ -73,3 +73,10 @@ def test_conversations_that_have_nothing_in_common_are_no_task(tmp_path: Path) -
 def test_answer_that_is_too_long_is_named() -> None:
     with pytest.raises(TaskError, match="its answer has 6 tokens"):
         answered({"prompt": "1+2=", "chosen": "3", "rejected": "three"}, max_tokens=5)
+
+
+def test_pairs_of_one_answer_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_preferences(loaded(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}))
+    assert not caplog.records
+    check_preferences(loaded(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}))
+    assert caplog.messages == ["1 of 1 pairs have the same answer twice, and teach nothing"]

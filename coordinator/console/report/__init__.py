@@ -92,13 +92,14 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     weights = _balance(run_dir, leading.spans, status) if len(crews) == 1 else None
     checkpoint = max(published.checkpoints(run_dir), default=None)
     happened = _faults(crews)
+    fork: dict[str, Any] | None = status.get("forked_from")
     return {
         "name": root.name,
         "status": status,
         "made_at": datetime.now().strftime("%Y-%m-%d %H:%M"),
         "tiles": summary.tiles(status, lines),
         "advice": summary.advice(root, status, lines, weights, checkpoint),
-        "charts": curves.charts(lines),
+        "charts": curves.charts(lines, fork["iteration"] if fork else None),
         "size": (charts.WIDTH, charts.HEIGHT, charts.LEFT, charts.WIDTH - charts.RIGHT, charts.TOP),
         "timelines": figures_of_time.timelines(crews, status, lines),
         "crews": figures_of_time.comparison(crews),

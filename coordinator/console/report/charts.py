@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from coordinator.console.report.timeline import CATEGORIES, IDLE, Bar, Timeline
@@ -52,6 +52,20 @@ class Chart:
     y_ticks: list[tuple[float, str]]
     summary: str
     """The lines in words."""
+    first: int
+    last: int
+    """The iterations at the ends of the x axis."""
+    fork: tuple[float, int] | None = None
+    """Of a forked run: the x up to which the lines are those of the run that it comes from, and the
+    iteration at which it was forked.
+    """
+
+    def forked_at(self, iteration: int) -> "Chart":
+        """Return the chart of a run that was forked at this iteration."""
+        if not self.first < iteration <= self.last:
+            return self
+        place = round(_x(iteration - 0.5, self.first, self.last), 1)
+        return replace(self, fork=(place, iteration))
 
 
 def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
@@ -87,11 +101,10 @@ def chart(
     values = [value for _, points in lines for _, value in points] or [0.0]
     first, last = min(iterations), max(iterations)
     ticks = nice_ticks(*_range(values), 4)
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    bottom = HEIGHT - BOTTOM
 
     def x(iteration: float) -> float:
-        middle = (LEFT + right) / 2
-        return middle if first == last else LEFT + (right - LEFT) * (iteration - first) / (last - first)
+        return _x(iteration, first, last)
 
     def y(value: float) -> float:
         return bottom - (bottom - TOP) * (value - ticks[0]) / (ticks[-1] - ticks[0])
@@ -129,6 +142,15 @@ def chart(
         [(round(x(n), 1), str(n)) for n in _iteration_ticks(first, last)],
         [(round(y(tick), 1), number_text(tick)) for tick in ticks],
         "; ".join(_words(label if len(lines) > 1 else "", points, unit) for label, points in lines),
+        first,
+        last,
+    )
+
+
+def _x(iteration: float, first: int, last: int) -> float:
+    right = WIDTH - RIGHT
+    return (
+        (LEFT + right) / 2 if first == last else LEFT + (right - LEFT) * (iteration - first) / (last - first)
     )
 
 

@@ -89,9 +89,9 @@ def by_policy(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None
     return sorted(moved, key=lambda line: line["iteration"])
 
 
-def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[Chart]:
     """Return the charts that have data, with pass@k, and with curves by the names that tasks and rewards
-    give.
+    give. `fork`: the first iteration that is the run's own, if it was forked from another one.
     """
     measured = by_policy(lines)
     axis = "iteration" if measured is None else "policy of iteration"
@@ -109,7 +109,8 @@ def charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     if sources := _curves(measuring, "reward_by_source"):
         drawn = list(sources.items())[:SOURCES]
         drawn_charts.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
-    return [*drawn_charts, *_of_the_users(measuring, axis)]
+    drawn_charts += _of_the_users(measuring, axis)
+    return drawn_charts if fork is None else [drawn.forked_at(fork) for drawn in drawn_charts]
 
 
 def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:

@@ -370,3 +370,13 @@ def test_values_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = page_of(run_dir)
     assert "<h3>Loss</h3>" not in page and "<h3>Length</h3>" not in page and "<h3>Entropy</h3>" in page
+
+
+def test_what_a_fork_has_taken_over_is_veiled() -> None:
+    lines = [{"iteration": n, "loss": 0.1 * n, "entropy": 1.0 if n > 4 else None} for n in range(1, 7)]
+    loss, entropy = curves.charts(lines, fork=4)
+    places = {iteration: place for place, iteration, _ in loss.curves[0].readings}
+    assert loss.fork is not None and entropy.fork is None, "all of its points are the run's own"
+    assert places[3] < loss.fork[0] < places[4] and loss.fork[1] == 4
+    assert curves.charts(lines)[0].fork is None
+    assert curves.charts(lines, fork=9)[0].fork is None, "nothing of its own yet"

@@ -1,11 +1,12 @@
 """Settings of training. Importing this never imports torch."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollout.settings import Settings
+from rollout.settings import Settings, nested
 from trainer.algorithms import PRESETS
 
 BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
@@ -22,6 +23,23 @@ class LoraSettings(Settings):
     targets: str = "all-linear"
     """Modules that get an adapter: all-linear (but for routers of experts), or names separated by commas,
     e.g. q_proj,v_proj."""
+
+
+class SourceSettings(Settings):
+    """How the samples of tasks with this value of `rollout.ratio_field` differ. What is not given is as in
+    `trainer`.
+    """
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """What their advantages are multiplied by."""
+    advantage: Literal["centred", "standardised", "leave_one_out", "success", "whitened", "one"] | None = None
+    """As `trainer.advantage`; whitened over the tokens of the source."""
+    keep_flat_groups: bool | None = None
+    """As `trainer.keep_flat_groups`."""
+    overlong: Literal["keep", "penalise", "drop"] | None = None
+    """As `trainer.overlong`."""
+    reward_threshold: float | None = None
+    """As `trainer.reward_threshold`."""
 
 
 class TrainerSettings(Settings):
@@ -96,6 +114,10 @@ class TrainerSettings(Settings):
     """See `overlong`; a fraction of rollout.max_tokens."""
     reward_threshold: float | None = None
     """Train only on samples with this reward or more; null: on all."""
+    sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
+        Field(default={})
+    )
+    """What is otherwise for the tasks of some source: see `trainer.sources.NAME`."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] | None = None
     """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
     replay_window: Annotated[int, Field(ge=1)] = 1
@@ -183,6 +205,14 @@ class TrainerSettings(Settings):
         """Return the number type of the weights that logprobs are computed with, after rounding."""
         return "bfloat16" if self.save_dtype == "bfloat16" else self.computes_in(on_gpu)
 
+    def of_source(self, name: str) -> "TrainerSettings":
+        """Return what holds for the samples of a source."""
+        source = self.sources.get(name, SourceSettings())
+        given = {
+            key: value for key, value in source.model_dump(exclude={"weight"}).items() if value is not None
+        }
+        return self.model_copy(update={"sources": {}, **given})
+
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the model that the run started from."""
@@ -240,6 +270,18 @@ class TrainerSettings(Settings):
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
             )
+        if self.sources and (self.advantage == "pair" or (self.kl != "off" and self.kl_in != "loss")):
+            what = "advantage=pair" if self.advantage == "pair" else f"kl_in={self.kl_in}"
+            raise ValueError(
+                f"trainer.sources.{min(self.sources)} with trainer.{what}: that is computed in the training, "
+                "which knows no sources; leave one of them out"
+            )
+        for name in self.sources:
+            try:
+                type(self).model_validate(self.of_source(name).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error", error)
+                raise ValueError(f"trainer.sources.{name}: {reason}") from None
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"trainer.betas={self.betas[0]:g},{self.betas[1]:g}: each must lie in [0, 1)")
         if self.lora.rank and self.tensor_parallel_size > 1:

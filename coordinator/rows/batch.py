@@ -19,7 +19,7 @@ from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
 from rollout.rewards.builtin import weights_by_title
 from rollout.storage import files, once
-from rollout.tasks.task_set import group_seed
+from rollout.tasks.task_set import TaskSet, group_seed
 from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
 from trainer.batch.selection import SHAPING
 
@@ -41,10 +41,12 @@ def begin_batch(node: Node, iteration: Iteration) -> None:
     may come before row 8.
     """
     run_dir, number, settings = node.run_dir, iteration.number, node.settings
+    tasks = node.identity.inputs.tasks
     if node.is_master and iteration.has(Phase.TRAIN_DATA, settings):
         digest = published.manifest_digest(run_dir, number)
         expected = _wanted(digest, settings)
-        node.ahead.begin(partial(_make, run_dir, number, settings, digest), key=(number, expected))
+        make = partial(_make, run_dir, number, settings, digest, tasks)
+        node.ahead.begin(make, key=(number, expected))
 
 
 def write_batch(node: Node, iteration: Iteration) -> None:
@@ -54,7 +56,7 @@ def write_batch(node: Node, iteration: Iteration) -> None:
     def take(expected: Mapping[str, Any]) -> Made | None:
         return node.ahead.take((number, expected), node.check)
 
-    ensure_batch(node.run_dir, number, node.settings, take)
+    ensure_batch(node.run_dir, number, node.settings, take, node.identity.inputs.tasks)
 
 
 def ensure_batch(
@@ -62,6 +64,7 @@ def ensure_batch(
     iteration: int,
     settings: RunSettings,
     take: Callable[[Mapping[str, Any]], Made | None] = lambda _wanted: None,
+    tasks: TaskSet | None = None,
 ) -> None:
     """Write the batch, unless one is there that verifies, names this manifest and was made by these settings.
 
@@ -76,7 +79,7 @@ def ensure_batch(
     ):
         return
     try:
-        result = take(expected) or _make(run_dir, iteration, settings, digest)
+        result = take(expected) or _make(run_dir, iteration, settings, digest, tasks)
     except Incomplete:
         # Without it the iteration is taken up at its rollout: what is whole stays, the rest is made anew.
         path = run_dir.manifest("train", iteration)
@@ -91,20 +94,25 @@ def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
     """Return what a batch depends on, as JSON has it; the manifests have the sampling."""
     trainer = settings.trainer.model_dump(mode="json")
     shaping = {f"trainer.{name}": trainer[name] for name in SHAPING}
+    if trainer["sources"]:
+        shaping |= {
+            "trainer.sources": trainer["sources"],
+            "rollout.ratio_field": settings.rollout.ratio_field,
+        }
     return {
         "manifest_sha256": manifest_sha256,
         "made_by": {**shaping, "rollout.seed": settings.rollout.seed},
     }
 
 
-def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -> Made:
+def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str, tasks: TaskSet | None) -> Made:
     """Make the batch of the manifest that has this digest.
 
     Raises Incomplete if a part of the iteration is gone or altered, ValueError as build_batch.
     """
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
     groups = parts.read_groups(run_dir.trajectories("train", iteration), manifest, decoded)
-    older = _older(run_dir, iteration, settings)
+    older = _older(run_dir, iteration, settings, tasks)
     origin = Origin.from_document(manifest["origin"])
     age = iteration - 1 - origin.policy_iteration
     if (source := manifest.get("rescored")) and age:
@@ -125,6 +133,7 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str) -
         policy_iteration=origin.policy_iteration,
         older=list(older.values()),
         reward_weights=_weights(settings, origin),
+        task_sources=_task_sources(run_dir, iteration, settings, tasks),
     )
     return Made(batch, batch.encode(), [*older, iteration])
 
@@ -143,7 +152,20 @@ def _weights(settings: RunSettings, origin: Origin) -> dict[str, float] | None:
     return weights_by_title(origin.reward.name) if settings.trainer.advantage == "decoupled" else None
 
 
-def _older(run_dir: RunDir, iteration: int, settings: RunSettings) -> dict[int, Older]:
+def _task_sources(
+    run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSet | None
+) -> dict[int, str]:
+    """Return the source of each slot's task, if the batch depends on them."""
+    if tasks is None or not settings.trainer.sources:
+        return {}
+    opened = published.read_json(run_dir.iteration_json(iteration))
+    if opened is None:
+        raise Incomplete(f"{run_dir.iteration_json(iteration)} is missing or damaged")
+    field, drawn = settings.rollout.ratio_field, list[int](opened["tasks"])
+    return {slot: str(tasks.tasks[index].get(field)) for slot, index in enumerate(drawn)}
+
+
+def _older(run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSet | None) -> dict[int, Older]:
     """Return the groups of the replay window's iterations before this one, oldest first, with their sampling.
 
     An iteration whose trajectories are gone or damaged is left out, with a warning.
@@ -157,8 +179,9 @@ def _older(run_dir: RunDir, iteration: int, settings: RunSettings) -> dict[int, 
             groups = parts.read_groups(run_dir.trajectories("train", older), manifest, decoded)
             origin = Origin.from_document(manifest["origin"])
             sampling, policy = origin.sampling, origin.policy_iteration
-            weights = _weights(settings, origin)
-            by_iteration[older] = Older(groups, sampling.temperature, sampling.max_tokens, policy, weights)
+            weights, sources = _weights(settings, origin), _task_sources(run_dir, older, settings, tasks)
+            limits = sampling.temperature, sampling.max_tokens
+            by_iteration[older] = Older(groups, *limits, policy, weights, sources)
         except Incomplete as error:
             log.warning("iteration %d is not replayed in iteration %d: %s", older, iteration, error)
     return by_iteration

@@ -18,6 +18,7 @@ from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import TINY, RunSettings, SettingsError
 from rollout.settings import EvalSetSettings
+from trainer.settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
     "iterations": 16,
@@ -32,13 +33,14 @@ TINY_DEFAULTS: dict[str, Any] = {
 _SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
 OPEN = (
     *("engine.args", "rollout.ratio", "rollout.chat_template", "cluster.groups"),
-    *("columns", "eval.columns", "eval.sets"),
+    *("columns", "eval.columns", "eval.sets", "trainer.sources"),
 )
 """Settings whose keys the user chooses: arguments of the server, classes of tasks, variables of the chat
-template, groups of nodes, fields of a task, sets of evaluation tasks."""
+template, groups of nodes, fields of a task, sets of evaluation tasks, sources of tasks."""
 TABLES = {
     "cluster.groups": (GroupSettings, "a group", "nodes", "the ranks of the group, e.g. {}=2,4-7"),
     "eval.sets": (EvalSetSettings, "a set", "tasks", "the tasks of the set, e.g. {}=test.jsonl"),
+    "trainer.sources": (SourceSettings, "a source", "weight", "what its samples count, e.g. {}=0.5"),
 }
 """The OPEN settings that hold tables: what a table has, its word, and the setting that each needs."""
 ENV = re.compile(r"cluster\.groups\.[^.]+\.env\.", re.ASCII)

@@ -395,12 +395,13 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _flat_groups_count(self) -> "RunSettings":
-        if self.rollout.dynamic_sampling and self.trainer.advantage in ("one", "zero"):
+        each = [self.trainer, *map(self.trainer.of_source, self.trainer.sources)]
+        if self.rollout.dynamic_sampling and any(one.advantage in ("one", "zero") for one in each):
             raise ValueError(
                 f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
                 f"{self.trainer.algorithm} learns from; leave one of them out"
             )
-        if self.rollout.dynamic_sampling and self.trainer.keep_flat_groups:
+        if self.rollout.dynamic_sampling and any(one.keep_flat_groups for one in each):
             raise ValueError(
                 "rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
                 f"{self.trainer.algorithm} would count beside those that replace them; add "

@@ -172,6 +172,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
         refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
         refusals_of_tasks.refuse_unhinted(settings, tasks)
+        refusals_of_tasks.refuse_unknown_sources(settings, tasks)
         refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
         refusals_of_tasks.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)

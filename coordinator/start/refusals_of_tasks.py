@@ -4,6 +4,7 @@ What may work passes: an environment of the user's may score and render by itsel
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import SHAPES, TaskError, TaskSet
 
 log = logging.getLogger(__name__)
+
+_MOST_SHOWN = 10
 
 
 def evaluates(settings: RunSettings) -> bool:
@@ -100,6 +103,23 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
             teacher.hinted(task)
         except TaskError as error:
             raise SettingsError(f"{tasks.place(index)}: {error}; add it, or name another field") from None
+
+
+def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
+    """Raise SettingsError for one of trainer.sources that no task is of."""
+    if not settings.trainer.sources:
+        return
+    field = settings.rollout.ratio_field
+    there = Counter(str(task.get(field)) for task in tasks.tasks)
+    for name in settings.trainer.sources:
+        if name not in there:
+            sizes = ", ".join(
+                f"{source} ({count} tasks)" for source, count in sorted(there.items())[:_MOST_SHOWN]
+            )
+            raise SettingsError(
+                f"trainer.sources.{name}: no task of --tasks {settings.tasks} has that {field!r} "
+                f"(rollout.ratio_field); there are: {sizes}"
+            )
 
 
 def refuse_unplayed(

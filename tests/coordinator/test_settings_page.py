@@ -6,6 +6,7 @@ from coordinator.settings.groups import GroupSettings
 from coordinator.settings.loading import OPTIONS, build, flatten, option_name
 from rollout.settings import EvalSetSettings
 from scripts import settings_page
+from trainer.settings import SourceSettings
 
 DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
 
@@ -21,7 +22,8 @@ def test_page_names_every_setting_and_every_option() -> None:
     rows = [line.split(" | ") for line in settings_page.page().splitlines() if line.startswith("| `")]
     of_a_group = {f"cluster.groups.NAME.{name}" for name in GroupSettings.model_fields}
     of_a_set = {f"eval.sets.NAME.{name}" for name in EvalSetSettings.model_fields}
-    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS) | of_a_group | of_a_set
+    of_a_source = {f"trainer.sources.NAME.{name}" for name in SourceSettings.model_fields}
+    assert {row[0].strip("|` ") for row in rows} == set(DEFAULTS) | of_a_group | of_a_set | of_a_source
     assert {row[-1].strip("|` ") for row in rows} - {""} == set(map(option_name, OPTIONS))
 
 

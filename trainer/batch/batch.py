@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,11 @@ from safetensors import SafetensorError
 from rollout.trajectory import Group, Picture, Sample
 from trainer.batch.selection import (
     Lesson,
-    batch_advantages,
     draw,
     lessons,
+    over_batch,
     policy_iterations,
     shuffled,
-    with_whitened_tokens,
 )
 from trainer.settings import TrainerSettings
 
@@ -248,6 +248,8 @@ class Older(NamedTuple):
     """The iteration whose training made the policy that sampled them; spans say it themselves."""
     reward_weights: Mapping[str, float] | None = None
     """See selection.lessons."""
+    task_sources: Mapping[int, str] = MappingProxyType({})
+    """By slot: the source of its task."""
 
 
 def build_batch(
@@ -263,25 +265,30 @@ def build_batch(
     policy_iteration: int = 0,
     older: Sequence[Older] = (),
     reward_weights: Mapping[str, float] | None = None,
+    task_sources: Mapping[int, str] = MappingProxyType({}),
 ) -> Batch:
     """Select, score and shuffle the sequences of an iteration's `groups`.
 
     `settings` decide which are dropped and what their advantages are (trainer.batch.selection). Tombstones
     and samples without a reward are always dropped. The groups were sampled at `temperature`; `max_tokens`
-    limited a completion, and a penalty for length needs it; `reward_weights` are as in selection.lessons. The
-    batch is trained in `iteration`, its samples are made by the policy of `policy_iteration` where they do
-    not say another one. `older` are the replay window's other iterations, oldest first. If there are any, the
-    batch is drawn from all of them, as many lessons as the iteration itself has. The sequences (with
-    advantage=pair the pairs) are shuffled by `seed`, so that each optimizer step mixes many groups.
+    limited a completion, and a penalty for length needs it; `reward_weights` and `task_sources` are as in
+    selection.lessons. The batch is trained in `iteration`, its samples are made by the policy of
+    `policy_iteration` where they do not say another one. `older` are the replay window's other iterations,
+    oldest first. If there are any, the batch is drawn from all of them, as many lessons as the iteration
+    itself has. The sequences (with advantage=pair the pairs) are shuffled by `seed`, so that each optimizer
+    step mixes many groups.
 
     Raises ValueError as selection.lessons, and if samples without logprobs (demonstrations) are to be trained
     by another loss than their likelihood.
     """
-    sources = [*older, Older(groups, temperature, max_tokens, policy_iteration, reward_weights)]
+    own = Older(groups, temperature, max_tokens, policy_iteration, reward_weights, task_sources)
+    sources = [*older, own]
     limit = settings.max_off_policy_steps
     oldest = None if limit is None else iteration - 1 - limit
     window = [
-        lessons(source.groups, settings, source.max_tokens, oldest, source.reward_weights)
+        lessons(
+            source.groups, settings, source.max_tokens, oldest, source.reward_weights, source.task_sources
+        )
         if oldest is None or source.policy_iteration >= oldest
         else []
         for source in sources
@@ -293,9 +300,9 @@ def build_batch(
         for source, of_iteration in zip(sources, window, strict=True)
         for lesson in of_iteration
     ]
-    trained = with_whitened_tokens([item for lesson, _ in drawn for item in lesson], settings)
+    trained, advantages = over_batch([item for lesson, _ in drawn for item in lesson], settings)
     origins = [(number, source) for number, (lesson, source) in enumerate(drawn) for _ in lesson]
-    scored = list(zip(trained, batch_advantages(trained, settings), origins, strict=True))
+    scored = list(zip(trained, advantages, origins, strict=True))
     if settings.advantage == "pair":
         places = {number: place for place, number in enumerate(shuffled(range(len(drawn)), seed))}
         order = sorted(scored, key=lambda entry: places[entry[2][0]])

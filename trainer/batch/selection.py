@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -64,6 +65,8 @@ class Trained(NamedTuple):
     """False: it has no gradient, and is in the batch to be counted."""
     of_tokens: NDArray[np.float64] | None = None
     """With credit=turn: (T,) the advantage of each token."""
+    source: str = ""
+    """That of its task, if trainer.sources has it."""
 
 
 Lesson = list[Trained]
@@ -83,8 +86,10 @@ def lessons(
     max_tokens: int | None,
     oldest: int | None = None,
     weights: Mapping[str, float] | None = None,
+    task_sources: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Lesson]:
-    """Return the lessons of one iteration's groups, in the order of their slots.
+    """Return the lessons of one iteration's groups, in the order of their slots; `task_sources` are the
+    sources of the slots' tasks.
 
     `oldest`: the spans of policies of an earlier iteration are not trained; None: all are. `weights`: of each
     reward that a sample's was added up from, by its name among the metrics; None: it is a single one.
@@ -97,9 +102,15 @@ def lessons(
             raise ValueError(
                 f"slot {group.slot} has two groups ({group.task_id}, {other.task_id}); a slot is one group"
             )
-    chosen = [
-        _lesson(group, settings, max_tokens, oldest, weights) for group in ordered if group.given_up is None
-    ]
+    of_source = {name: settings.of_source(name) for name in settings.sources}
+    chosen: list[Lesson] = []
+    for group in ordered:
+        if group.given_up is None:
+            source = task_sources.get(group.slot, "")
+            lesson = _lesson(group, of_source.get(source, settings), max_tokens, oldest, weights)
+            chosen.append(
+                [item._replace(source=source) for item in lesson] if source in of_source else lesson
+            )
     return [lesson for lesson in chosen if lesson]
 
 
@@ -198,6 +209,24 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
     buffer = settings.overlong_buffer * max_tokens
     generated = int(sample.loss_mask.sum())
     return min(1.0, max(0.0, (generated - (max_tokens - buffer)) / buffer))
+
+
+def over_batch(trained: Sequence[Trained], settings: TrainerSettings) -> tuple[list[Trained], list[float]]:
+    """Return a whole batch and its advantages, after the steps that need more than one group: of each source
+    by itself, times its weight.
+    """
+    if not settings.sources:
+        finished = with_whitened_tokens(trained, settings)
+        return finished, batch_advantages(finished, settings)
+    finished, advantages = [*trained], [0.0] * len(trained)
+    for source in {item.source for item in trained}:
+        places = [place for place, item in enumerate(trained) if item.source == source]
+        weight = settings.sources[source].weight if source else 1.0
+        alone = over_batch([trained[place] for place in places], settings.of_source(source))
+        for place, item, advantage in zip(places, *alone, strict=True):
+            of_tokens = None if item.of_tokens is None else weight * item.of_tokens
+            finished[place], advantages[place] = item._replace(of_tokens=of_tokens), weight * advantage
+    return finished, advantages
 
 
 def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:

@@ -17,6 +17,8 @@ from coordinator.protocol.exits import Ended
 from coordinator.rows.batch import ensure_batch
 from coordinator.settings.loading import build
 from rollout.quota import Quota
+from rollout.storage import files
+from rollout.tasks.task_set import TaskSet
 from rollout.trajectory import Group
 from tests.coordinator.examples import POLICY, group, origin, run_dir_at
 from trainer.batch.batch import Batch
@@ -246,3 +248,20 @@ def rewarded(slot: int, mark: int) -> Group:
     for sample, (exact, length) in zip(made.samples, [(1.0, 0.0), (0.0, 1.0)], strict=True):
         sample.metrics = {"exact": exact, "length": length}
     return made
+
+
+def test_batch_of_sources_depends_on_them_and_others_do_not(run_dir: RunDir) -> None:
+    tasks = TaskSet([{"id": str(k), "source": "math" if k else "code"} for k in range(2)], "")
+    files.publish(run_dir.iteration_json(3), json.dumps({"tasks": [0, 1, 1, 1, 1, 0]}).encode())
+    given = build({"trainer.sources.math.weight": 4})
+    ensure_batch(run_dir, 3, given, tasks=tasks)
+    batch = Batch.decode((run_dir.batch(3) / "batch.safetensors").read_bytes())
+    for slot, weight in enumerate([1, 4, 4, 4, 4, 1]):
+        assert sorted(batch.advantages[batch.slots == slot]) == [-0.5 * weight, 0.5 * weight]
+    made_by = json.loads((run_dir.batch(3) / "batch.json").read_text())["made_by"]
+    assert made_by["trainer.sources"]["math"]["weight"] == 4 and made_by["rollout.ratio_field"] == "source"
+    _, about = make(run_dir, 3)
+    assert "trainer.sources" not in about["made_by"], "batches of before this setting stay as they are"
+    run_dir.iteration_json(3).unlink()
+    with pytest.raises(Incomplete, match="is missing or damaged"):
+        ensure_batch(run_dir, 3, given, tasks=tasks)

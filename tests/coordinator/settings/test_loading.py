@@ -484,6 +484,22 @@ def test_rewards_to_decouple_are_several(given: dict[str, Any]) -> None:
     assert f"decoupled with {name}={value}: there are not several" in refused({**settings, **given})
 
 
+def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> None:
+    typed = {"trainer.sources.math.weight": 2, "trainer.sources.code.advantage": "one"}
+    config = tmp_path / "c.toml"
+    config.write_text('[trainer.sources]\nmath.weight = 2\ncode.advantage = "one"\n')
+    for overrides in (typed, read_file(config)):
+        trainer = build(overrides).trainer
+        assert trainer.sources["math"].weight == 2 and trainer.of_source("code").advantage == "one"
+        assert trainer.of_source("other") == build({}).trainer
+    assert overlay(build(typed), {"trainer.sources.math.weight": 3}).trainer.sources["math"].weight == 3
+    text = refused({"trainer.sources.math.clip": "ppo"})
+    assert (
+        "unknown setting trainer.sources.math.clip; a source has weight, advantage, keep_flat_groups" in text
+    )
+    assert "replaces groups of equal rewards" in refused({**typed, "rollout.dynamic_sampling": True})
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

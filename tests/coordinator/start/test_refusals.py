@@ -444,6 +444,15 @@ def test_task_without_a_hint_for_the_policy_as_its_own_teacher_is_refused(
     )
 
 
+def test_source_that_no_task_is_of_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    rows = [{"prompt": name, "answer": "1", "source": name} for name in ("math", "code", "math")]
+    tasks = tasks_at(tmp_path / "t.jsonl", *rows)
+    passes({"tasks": tasks, "trainer.sources.math.weight": 2})
+    text = refusal({"tasks": tasks, "trainer.sources.maths.weight": 2})
+    assert text.startswith(f"trainer.sources.maths: no task of --tasks {tasks} has that 'source'")
+    assert text.endswith("there are: code (1 tasks), math (2 tasks)")
+
+
 def test_prompt_that_the_hint_makes_too_long_is_refused(tmp_path: Path) -> None:
     tasks = tasks_at(
         tmp_path / "t.jsonl", {"prompt": "x", "answer": "1"}, {"prompt": "x", "answer": "1" * 190}

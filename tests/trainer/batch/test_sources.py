@@ -1,0 +1,117 @@
+"""Sources of tasks with an advantage and a weight of their own: in one batch, each as if it were alone."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.trajectory import Group
+from trainer.batch.batch import Batch, Older, build_batch
+from trainer.settings import TrainerSettings
+from trainer.update.loss import Totals, policy_loss
+
+ABOUT: dict[str, Any] = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 3}
+SOURCES = {0: "math", 1: "code", 2: "math", 3: "code", 4: "other"}
+KINDS = [
+    {"advantage": "standardised", "weight": 0.5},
+    {"advantage": "whitened", "weight": 2.0},
+    {"advantage": "one", "reward_threshold": 0.5},
+    {"keep_flat_groups": True, "overlong": "penalise"},
+    {"overlong": "drop", "weight": 4.0},
+]
+
+
+@pytest.fixture
+def groups(group: Callable[..., Group]) -> list[Group]:
+    rng = np.random.default_rng(0)
+    rewards = [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.5, None, 0.0], [0.0, 1.0], [1.0, 0.0]]
+    return [group(slot, of_group, rng) for slot, of_group in enumerate(rewards)]
+
+
+def by_sample(batch: Batch, weight: float = 1.0) -> dict[bytes, float]:
+    """The advantage of each sequence, by its tokens, times a weight."""
+    pieces = np.split(batch.token_ids, batch.offsets[1:-1])
+    pairs = zip(pieces, batch.advantages, strict=True)
+    return {piece.tobytes(): float(np.float32(weight * float(advantage))) for piece, advantage in pairs}
+
+
+@pytest.mark.parametrize("math", KINDS)
+@pytest.mark.parametrize("code", KINDS)
+def test_each_source_is_as_if_it_were_alone_times_its_weight(
+    groups: list[Group], math: dict[str, Any], code: dict[str, Any]
+) -> None:
+    given, about = {"math": math, "code": code}, {**ABOUT, "max_tokens": 8}
+    both = build_batch(
+        groups, settings=TrainerSettings.model_validate({"sources": given}), task_sources=SOURCES, **about
+    )
+    wanted, absent = dict[bytes, float](), 0
+    for name in ("math", "code", "other"):
+        own = [group for group in groups if SOURCES[group.slot] == name]
+        alone = {key: value for key, value in given.get(name, {}).items() if key != "weight"}
+        batch = build_batch(own, settings=TrainerSettings(**alone), **about)
+        wanted |= by_sample(batch, given.get(name, {}).get("weight", 1.0))
+        absent += len(batch.absent_at)
+    assert by_sample(both) == pytest.approx(wanted, rel=1e-6) and len(both.absent_at) == absent
+
+
+def test_advantages_of_turns_have_the_weight_too(groups: list[Group]) -> None:
+    math = {"advantage": "whitened", "weight": 2.0}
+    settings = TrainerSettings.model_validate({"credit": "turn", "sources": {"math": math}})
+    both = build_batch(groups, settings=settings, task_sources=SOURCES, **ABOUT)
+    of_math = [group for group in groups if SOURCES[group.slot] == "math"]
+    alone = build_batch(of_math, settings=TrainerSettings(credit="turn", advantage="whitened"), **ABOUT)
+    wanted = dict(zip(*of_tokens(alone), strict=True))
+    found = [(ids, values) for ids, values in zip(*of_tokens(both), strict=True) if ids in wanted]
+    assert len(found) == len(wanted) == 5
+    for ids, values in found:
+        np.testing.assert_allclose(values, 2 * wanted[ids], rtol=1e-6)
+
+
+def of_tokens(batch: Batch) -> tuple[list[bytes], list[np.ndarray]]:
+    """The tokens of each sequence, and their advantages."""
+    cuts = batch.offsets[1:-1]
+    pieces = np.split(batch.token_ids, cuts)
+    return [piece.tobytes() for piece in pieces], np.split(batch.token_advantages, cuts)
+
+
+def test_replayed_groups_have_the_sources_of_their_own_iteration(groups: list[Group]) -> None:
+    settings = TrainerSettings.model_validate({"replay_window": 2, "sources": {"math": {"weight": 8.0}}})
+    older = Older(groups[:1], 1.0, 8, task_sources={0: "code"})
+    alone, seen = build_batch(groups[:1], **ABOUT), set[float]()
+    for seed in range(8):
+        about = {**ABOUT, "seed": seed, "settings": settings, "task_sources": {0: "math"}, "older": [older]}
+        batch = build_batch(groups[:1], **about)
+        seen.add(weight := 1.0 if batch.counts.samples_replayed else 8.0)
+        assert by_sample(batch) == by_sample(alone, weight)
+    assert seen == {1.0, 8.0}
+
+
+@pytest.mark.parametrize("clip", get_args(TrainerSettings.model_fields["clip"].annotation))
+def test_weight_of_an_advantage_is_that_of_the_loss(clip: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    new, old, engine = (torch.randn(12, generator=rng, dtype=torch.float64) / 3 - 2 for _ in range(3))
+    advantages = torch.randn(12, generator=rng, dtype=torch.float64)
+    settings, sequences = TrainerSettings.model_validate({"clip": clip}), torch.arange(12) // 3
+    totals = Totals(tokens=12, sequences=4, max_tokens=8)
+    once, thrice = (
+        policy_loss(new, old, engine, None, weight * advantages, sequences, totals, settings)[0]
+        for weight in (1.0, 3.0)
+    )
+    assert thrice == pytest.approx(3 * once)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"advantage": "pair", "keep_flat_groups": False}, r"trainer.sources.a with trainer.advantage=pair"),
+        ({"kl": "k1", "kl_in": "reward"}, r"trainer.sources.a with trainer.kl_in=reward: that is computed"),
+        ({"overlong": "penalise"}, r"trainer.sources.a: trainer.overlong=penalise with .*success"),
+        ({"sources": {"a": {"weight": 0}}}, r"greater than 0"),
+        ({"sources": {"a": {"advantage": "pair"}}}, r"Input should be"),
+    ],
+)
+def test_source_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TrainerSettings(**{"sources": {"a": {"advantage": "success"}}, **given})

@@ -4,7 +4,7 @@
 
 First the built-in model is shown what a hint is: half of the demonstrations are sums behind `ANSWER;`, which
 it copies; the other half are sums as it answers them anyway, mostly in brackets, which earn nothing. Prints a
-JSON line for each run from there: how many of the held out sums are right before it and after each iteration.
+JSON line for each run from there: how many of the held out sums the policy of each iteration gets right.
 """
 
 import argparse

@@ -36,6 +36,9 @@ from trl import (  # type: ignore[import-not-found]
     SFTTrainer,
 )
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer  # type: ignore[import-not-found]
+from trl.experimental.sdpo.loss_utils import (  # type: ignore[import-not-found]
+    compute_sampled_token_self_distillation_loss,
+)
 
 from rollout.trajectory import Group, Sample
 from tests.models import EOS, make_model
@@ -72,6 +75,7 @@ OLD = table(0, 1.0)
 NEW = table(1, 0.3, OLD)
 ENGINE = table(2, 0.6, OLD)
 REFERENCE = table(3, 0.5, OLD)
+TEACHER = table(4, 1.0)
 
 
 def moved(steps: int = 0) -> Tensor:
@@ -274,6 +278,7 @@ def sample(row: int, reward: float) -> Sample:
         finish_reason="length" if row in TRUNCATED else "stop",
         text="",
         reward=float(reward),
+        teacher_logprobs=np.concatenate([[0, 0], TEACHER[row, :length].numpy()]).astype(np.float32),
         metrics={"right": float(reward), "long": float(length)},
     )
 
@@ -422,6 +427,26 @@ def test_likelihood_is_that_of_trls_supervised_trainer(
     loss = trainer.compute_loss(model, inputs)
     expected = Found([loss.item()], list(torch.autograd.grad(loss, new)))
     assert_equal(ours(list(range(ROWS)), 1, algorithm="sft", keep_flat_groups=False), expected, 1)
+
+
+def test_self_distillation_is_that_of_trls_sdpo_by_sampled_tokens(ours: Callable[..., Found]) -> None:
+    """Its value is a surrogate there, so the gradients are compared."""
+    policy = moved()
+
+    def logits(logprobs: Tensor) -> Tensor:
+        """(ROWS, LONGEST, 2) of a vocabulary of two tokens, of which the first is sampled."""
+        return torch.stack([logprobs, torch.log1p(-logprobs.exp())], -1)
+
+    sampled = torch.zeros(ROWS, LONGEST, dtype=torch.int64)
+    terms = compute_sampled_token_self_distillation_loss(
+        logits(policy), logits(TEACHER), sampled, distillation_alpha=1.0
+    )
+    lengths = torch.tensor(LENGTHS)
+    mask = torch.arange(LONGEST) < lengths[:, None]
+    theirs = torch.autograd.grad(((terms * mask).sum(1) / lengths).mean(), policy)[0]
+    mine = ours(list(range(ROWS)), 1, algorithm="distill", aggregation="sequence", keep_flat_groups=True)
+    torch.testing.assert_close(mine.gradients[0], theirs, rtol=1e-6, atol=1e-8)
+    assert theirs.abs().max() > 1e-3
 
 
 def test_preferences_are_those_of_trls_dpo(

@@ -117,7 +117,7 @@ class TrainerSettings(Settings):
     sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
         Field(default={})
     )
-    """What is otherwise for the tasks of some source: see `trainer.sources.NAME`."""
+    """What differs for tasks of a source: see `trainer.sources.NAME`."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] | None = None
     """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
     replay_window: Annotated[int, Field(ge=1)] = 1

@@ -13,13 +13,11 @@ Every model type of `AutoModelForCausalLM` in transformers, tried on {day} with 
 `python -m scripts.models --vllm .venv-vllm/bin/python` writes this page. It makes a tiny random model of each
 family, in float32 on a CPU, and tries it in each way; `tests/scripts/test_models.py` tries some again. A
 number is an error that float32's rounding may make, less than 1e-3. **no** is followed by a larger error, or
-by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU, and not in
-the family. The page says nothing of speed or of GPUs.
+by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU.
 
 Some models compute the positions of all tokens otherwise once a sequence is long: `longrope`, as in Phi 3.5
-and Phi 4 mini, and `dynamic`. Engines decide that for all that runs at once, so the same tokens would get
-other logprobs. No sequence of them gets that long here: for Phi 3.5 the context is 4096 tokens. Start a
-server of your own (`--engine-url`) with that as `--max-model-len`.
+and Phi 4 mini, and `dynamic`. No sequence of them gets that long here: for Phi 3.5 the context is
+4096 tokens. Start a server of your own with that as `--max-model-len`.
 
 - **rows**: what keeps sequences apart that share a row ([gpus.md](gpus.md#batches)): positions, or
   masks, or that there is one a row; and the largest error of a logprob against the sequence on its own.
@@ -30,8 +28,7 @@ server of your own (`--engine-url`) with that as `--max-model-len`.
 - **embedded engine**: it generates for prompts of two lengths at once, in its default float64; the largest
   error of its logprobs against the trainer's.
 - **vLLM**: the same with vLLM on a CPU, before and after it has loaded the weights anew and proved them
-  ([gpus.md](gpus.md#what-is-proved)). *transformers*: vLLM has no code of its own for the family and
-  computes with transformers'.
+  ([gpus.md](gpus.md#what-is-proved)). \\*: with transformers' code, as vLLM has none of its own.
 """
 
 SHORTER = {

@@ -46,6 +46,8 @@ class Shape:
     """The longest side of a matrix of a layer."""
     adapters: int = 0
     """Of adapters, if they are trained in place of the model."""
+    matrices: int = 0
+    """Of the layers' matrices, without those of experts, which are one tensor in training."""
 
     @property
     def all(self) -> int:
@@ -55,11 +57,12 @@ class Shape:
     def from_tensors(cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0) -> "Shape":
         """Return the shape of a model from the shapes of its tensors, by name."""
         layers: dict[int, int] = {}
-        split, ends, rest, wide = 0, list[tuple[int, ...]](), 0, 0
+        split, matrices, ends, rest, wide = 0, 0, list[tuple[int, ...]](), 0, 0
         for name, shape in tensors.items():
             if match := _LAYER.search(f".{name}"):
                 layers[int(match[1])] = layers.get(int(match[1]), 0) + math.prod(shape)
                 split += math.prod(shape) if len(shape) > 1 else 0
+                matrices += math.prod(shape) if len(shape) == 2 and ".experts." not in name else 0
                 wide = max(wide, *shape) if len(shape) == 2 else wide
             elif len(shape) > 1:
                 ends.append(shape)
@@ -76,6 +79,7 @@ class Shape:
             hidden=min((min(shape) for shape in ends), default=0),
             wide=wide,
             adapters=adapters,
+            matrices=matrices,
         )
 
 
@@ -88,19 +92,22 @@ def is_sharded(shape: Shape, trainer: TrainerSettings, gpus: int) -> bool:
 
 
 def held_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what each of `gpus` GPUs holds all the time: weights, gradients, AdamW."""
+    """Return what each of `gpus` GPUs holds all the time: weights, gradients, the optimizer's state."""
     if not is_sharded(shape, trainer, gpus):
-        return _state_bytes(shape, shape.all)
+        return _state_bytes(shape, trainer, 1)
     if trainer.cpu_offload:
         return 0.0
     size = trainer.tensor_parallel_size
-    return _state_bytes(shape, shape.all - shape.split * (1 - 1 / size)) / (gpus / size)
+    return _state_bytes(shape, trainer, size) / (gpus / size)
 
 
-def _state_bytes(shape: Shape, parameters: float) -> float:
+def _state_bytes(shape: Shape, trainer: TrainerSettings, size: int) -> float:
+    """Return what each of a tensor group of `size` ranks holds of a whole model. Muon has one moment."""
+    parameters = shape.all - shape.split * (1 - 1 / size)
+    saved = FLOAT_BYTES if trainer.optimizer == "muon" else 0
     if shape.adapters:
-        return TRAINED_BYTES * shape.adapters + HALF_BYTES * parameters
-    return TRAINED_BYTES * parameters
+        return (TRAINED_BYTES - saved) * shape.adapters + HALF_BYTES * parameters
+    return TRAINED_BYTES * parameters - saved * shape.matrices / size
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:

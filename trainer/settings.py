@@ -125,8 +125,10 @@ class TrainerSettings(Settings):
     replay_power: Annotated[float, Field(ge=0)] = 1.0
     """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW; or Muon for the matrices of layers, and AdamW for the rest."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak of AdamW's learning rate."""
+    """Peak of the optimizer's learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from its peak to 0 at the end of the last of `iterations`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
@@ -140,7 +142,7 @@ class TrainerSettings(Settings):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's weight decay; not applied to norms and biases."""
+    """The optimizer's weight decay; not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Largest global norm of the gradient, after the reduction over all ranks."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192

@@ -18,6 +18,7 @@ import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # isort: skip
 from torch.distributed.device_mesh import DeviceMesh  # isort: skip
+from torch.distributed.tensor import DTensor  # isort: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
 from trainer.checkpoint import hub_weights  # isort: skip
@@ -68,6 +69,8 @@ def patch() -> None:
     meshes: Any = DeviceMesh
     if hasattr(meshes, "_compute_coordinate_on_dim"):  # not in torch 2.11
         meshes._compute_coordinate_on_dim = apart(meshes._compute_coordinate_on_dim)
+    parts: Any = DTensor
+    parts.__create_chunk_list__ = apart(parts.__create_chunk_list__)
     host_memory.pin = lambda _held: None
     parallel.Layout.choose = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tensor-parallel": ("Qwen/Qwen3-8B", 8, {"tensor_parallel_size": 2}),
     "sharded-lora": ("Qwen/Qwen2.5-7B-Instruct", 8, {"layout": "sharded", "lora": {"rank": 16}}),
     "experts": ("Qwen/Qwen3-30B-A3B", 8, {}),
+    "muon-tensor": ("Qwen/Qwen3-8B", 8, {"optimizer": "muon", "tensor_parallel_size": 2}),
     "kept": ("Qwen/Qwen3-0.6B", 1, {"activation_checkpointing": False}),
 }
 

@@ -4,12 +4,13 @@ state.json                          SavedState; written last, so its presence sa
 state-00001-of-00003.safetensors    of each rank that had something to write, in files of about FILE_BYTES:
                                     -1.safetensors, -2.safetensors ... if it has more
 
-The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, once a step was taken, and
-the weights in float32, `master.<parameter>`. The files have the format of torch.distributed.checkpoint's
-HuggingFaceStorageWriter: a file holds pieces of tensors with their offsets. The library's writer is not used:
-it plans in collectives that send pickles and must not run beside the collectives of training. Nor is its
-reader: it maps the files, and a process dies when its filesystem fails to read a mapped one. A restart reads
-them in place, on the shared filesystem, each rank the parts that it needs.
+The tensors are AdamW's moments `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`, or what Muon keeps,
+`momentum_buffer.<parameter>`, once a step was taken, and the weights in float32, `master.<parameter>`. The
+files have the format of torch.distributed.checkpoint's HuggingFaceStorageWriter: a file holds pieces of
+tensors with their offsets. The library's writer is not used: it plans in collectives that send pickles and
+must not run beside the collectives of training. Nor is its reader: it maps the files, and a process dies when
+its filesystem fails to read a mapped one. A restart reads them in place, on the shared filesystem, each rank
+the parts that it needs.
 """
 
 import json
@@ -35,6 +36,7 @@ from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState
 from trainer.model.model import Learner
+from trainer.model.muon import ADAMW_STATE, MUON_STATE
 from trainer.model.parallel import local_part
 from trainer.progress import NOT_SAVED, SILENT, Progress
 
@@ -43,7 +45,6 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 DOCUMENT = "state.json"
 MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WHOLE_BYTES = 1 << 26
 """Rank 0 alone writes the whole tensors of a replicated model if they are smaller than this in all."""
 
@@ -97,14 +98,24 @@ def _are_few(whole: Mapping[str, int]) -> bool:
 
 def _state_tensors(learner: Learner) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    kinds = _kinds(learner)
     for name, parameter in learner.parameters.items():
         tensors[f"{MASTER}.{name}"] = parameter.detach()
         if learner.optimizer_step:
             moments = learner.optimizer.state.get(parameter, {})
-            for kind in MOMENTS:  # a parameter that no step has reached has none
+            for kind in kinds[parameter]:  # a parameter that no step has reached has none
                 value = moments.get(kind)
                 tensors[f"{kind}.{name}"] = torch.zeros_like(parameter) if value is None else value.detach()
     return tensors
+
+
+def _kinds(learner: Learner) -> dict[Tensor, tuple[str, ...]]:
+    """Return what the optimizer keeps of each parameter."""
+    return {
+        parameter: MUON_STATE if group["is_muon"] else ADAMW_STATE
+        for group in learner.optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
@@ -219,8 +230,8 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
     """
     _verify(directory, document, progress)
     moments = {
-        parameter: {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-        for parameter in learner.parameters.values()
+        parameter: {kind: torch.zeros_like(parameter) for kind in kinds}
+        for parameter, kinds in _kinds(learner).items()
         if document.optimizer_step
     }
     tensors = {
@@ -240,7 +251,8 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
             step = torch.tensor(
                 float(document.optimizer_step), device=parameter.device if on_device else "cpu"
             )
-            learner.optimizer.state[parameter] = {"step": step, **moments[parameter]}
+            steps = {} if group["is_muon"] else {"step": step}
+            learner.optimizer.state[parameter] = {**steps, **moments[parameter]}
     learner.optimizer_step = document.optimizer_step
 
 
@@ -309,6 +321,12 @@ def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState) -> 
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if sizes != shapes:
+        kinds = [{name.partition(".")[0] for name in names} for names in (sizes, shapes)]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{directory} is of another trainer.optimizer: it has {', '.join(sorted(kinds[0]))}, not "
+                f"{', '.join(sorted(kinds[1]))}; set it back, or remove it for a fresh state"
+            )
         odd = sorted(name for name in sizes.keys() | shapes.keys() if sizes.get(name) != shapes.get(name))
         raise CheckpointError(f"{directory} is not the trainer state of this model, e.g. {odd[:3]}")
     for name, tensor in tensors.items():

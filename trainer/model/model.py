@@ -19,6 +19,7 @@ from trainer.model import attention, packed_sequences, parallel
 from trainer.model.attention import Kernel
 from trainer.model.host_memory import HostMemory
 from trainer.model.loading import build_scorer, count_parameters, model_directory
+from trainer.model.muon import MuonAndAdamW, layer_matrices
 from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout
 from trainer.model.pictures import Pictures
@@ -38,14 +39,14 @@ ALONE = Layout()
 
 
 class Learner:
-    """Keeps between training phases: fp32 master weights, AdamW's moments, the number of steps taken.
+    """Keeps between training phases: fp32 master weights, the optimizer's, the number of steps taken.
 
     If the model is replicated, the gradients of all parameters are views of one flat tensor, which has room
     for a step's statistics too, so one call adds up everything over the ranks. If it is sharded, FSDP adds up
     the gradients as they come, and each rank keeps its shard's.
     """
 
-    def __init__(self, scorer: Scorer, layout: Layout = ALONE) -> None:
+    def __init__(self, scorer: Scorer, layout: Layout = ALONE, optimizer: str = "adamw") -> None:
         """`scorer` holds float32 parameters in the layout, on the device that trains them."""
         self.scorer = scorer
         self.model: Any = scorer.model
@@ -55,7 +56,9 @@ class Learner:
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
         """The trained parameters by the model's own names, tied ones once; DTensors if sharded."""
-        self.optimizer = AdamW(_decay_groups(self.parameters), fused=True)
+        matrices = layer_matrices(self.model) if optimizer == "muon" else set[int]()
+        kind = MuonAndAdamW if optimizer == "muon" else AdamW
+        self.optimizer = kind(_decay_groups(self.parameters, matrices), fused=True)
         self.optimizer_step = 0
         self.device = scorer.device
         self.reference: Scorer | None = None
@@ -267,7 +270,12 @@ class Learner:
             self.gradients.mul_(factor)
 
     def apply(self, settings: TrainerSettings, done: float = 0.0) -> float:
-        """Take one AdamW step from the gradients; returns its learning rate. `done`: see learning_rate."""
+        """Take one step from the gradients; returns its learning rate. `done`: see learning_rate."""
+        if (settings.optimizer == "muon") != isinstance(self.optimizer, MuonAndAdamW):
+            raise ValueError(
+                f"these steps were taken with trainer.optimizer={settings.optimizer}, the run has another; "
+                "set it back until a later trainer state is saved (trainer.save_interval)"
+            )
         lr = learning_rate(self.optimizer_step, settings, done)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -377,18 +385,22 @@ def build_learner(
     parameters = count_parameters(model_directory(base_dir, model_dir))
     layout = Layout.choose(parameters, settings, device)
     scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir, progress)
-    learner = Learner(scorer, layout)
+    learner = Learner(scorer, layout, settings.optimizer)
     learner.arrange(settings.share_prompts)
     return learner
 
 
-def _decay_groups(parameters: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay; norms and biases (one-dimensional) do not.
+def _decay_groups(parameters: dict[str, Tensor], matrices: set[int]) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: matrices decay; norms and biases (one-dimensional) do not. `matrices`:
+    ids of those that Muon trains.
 
     The fused kernel needs the parameters of a group on one mesh.
     """
-    groups: dict[tuple[bool, Any], list[Tensor]] = {}
+    groups: dict[tuple[bool, bool, Any], list[Tensor]] = {}
     for parameter in parameters.values():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
-    return [{"params": params, "decays": decays} for (decays, _), params in groups.items()]
+        groups.setdefault((parameter.ndim > 1, id(parameter) in matrices, mesh), []).append(parameter)
+    return [
+        {"params": params, "decays": decays, "is_muon": is_muon}
+        for (decays, is_muon, _), params in groups.items()
+    ]

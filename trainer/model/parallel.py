@@ -145,7 +145,8 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in layers)
-        if type(module).__name__ in names and not inside:
+        name_of_class = type(module).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+        if name_of_class in names and not inside:
             layers[name] = module
     return list(layers.values())
 

@@ -221,7 +221,7 @@ def _optimizer_step(
     progress: Progress,
     over: float,
 ) -> StepStats:
-    """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let AdamW step.
+    """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let the optimizer step.
 
     `over`: the fraction of the run that is over.
     """

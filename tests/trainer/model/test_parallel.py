@@ -41,6 +41,8 @@ SETTINGS: dict[str, Any] = {
 COMPARED = ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm", "mismatch_max")
 PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
+MUON: dict[str, Any] = {"optimizer": "muon", "eps": 0.1}
+"""AdamW takes small steps on the smallest gradients, whose signs the rounding of Muon would decide."""
 HALF = {"save_dtype": "bfloat16"}
 """Weights that are rounded where they are used."""
 MIXED: dict[str, Any] = {"compute_dtype": "bfloat16"}
@@ -63,6 +65,14 @@ CASES = [
     {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
     {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
     {"name": "sharded_half", "ranks": 2, "rank_weights": [2, 1], "settings": SHARDED | HALF},
+    {"name": "replicated_muon", "ranks": 2, "rank_weights": [2, 1], "settings": MUON},
+    {"name": "sharded_muon", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED | MUON},
+    {
+        "name": "tensor_muon",
+        "ranks": 4,
+        "rank_weights": [2, 1, 1, 1],
+        "settings": {"tensor_parallel_size": 2} | MUON,
+    },
     {
         "name": "tensor_half",
         "ranks": 2,
@@ -132,7 +142,7 @@ def alone(job: Path, small_batch: Batch) -> Callable[[Mapping[str, Any]], tuple[
         return learner, stats
 
     def of(case: Mapping[str, Any]) -> tuple[Learner, list[Any]]:
-        names = ("kl", "advantage", "save_dtype")
+        names = ("kl", "advantage", "save_dtype", "optimizer", "eps")
         changed = {name: case["settings"][name] for name in names if name in case["settings"]}
         return trained(case["settings"].get("kl_in", "loss"), **changed)
 
@@ -146,6 +156,8 @@ def test_update_is_the_same_in_every_layout(
     learner, stats = alone(case)
     # A last bit may decide how a weight is rounded.
     atol, rtol = (1e-3, 1e-2) if "half" in case["name"] else (3e-5, 1e-4)
+    if "muon" in case["name"]:  # which rounds to bfloat16
+        atol, rtol = 1e-4, 1e-3
     about = json.loads((job / f"{case['name']}.json").read_text())
     assert about["sharded"] == (not case["name"].startswith("replicated"))
     assert about["attention"] == ["split"]

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +32,9 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_block_of_the_page_goes_untested() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["json", "json", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["toml", "json", "json", "python"]
+    sources = tomllib.loads(BLOCKS[0][1])["trainer"]["sources"]
+    assert TrainerSettings.model_validate({"sources": sources}).sources.keys() == {"math", "code"}
     assert len(COMMANDS) == len([line for line in PAGE.splitlines() if re.search(r"(^    |`)run ", line)])
 
 

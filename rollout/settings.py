@@ -15,6 +15,8 @@ begins so gives the rewards itself.
 """
 GENERATED = ("builtin:", "reasoning_gym:", *PROGRAMS)
 """A source of tasks that begins so is not a file; it has tasks for training and for evaluation."""
+TINY = "builtin:tiny"
+"""The built-in model."""
 SELF = "self:"
 """How a teacher begins that is the policy itself; behind it stands a field of the tasks."""
 NAME = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)

@@ -210,10 +210,10 @@ class TrainerSettings(Settings):
     def of_source(self, name: str) -> "TrainerSettings":
         """Return what holds for the samples of a source."""
         source = self.sources.get(name, SourceSettings())
-        given = {
+        overrides = {
             key: value for key, value in source.model_dump(exclude={"weight"}).items() if value is not None
         }
-        return self.model_copy(update={"sources": {}, **given})
+        return self.model_copy(update={"sources": {}, **overrides})
 
     @property
     def needs_reference(self) -> bool:
@@ -273,10 +273,10 @@ class TrainerSettings(Settings):
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
             )
         if self.sources and (self.advantage == "pair" or (self.kl != "off" and self.kl_in != "loss")):
-            what = "advantage=pair" if self.advantage == "pair" else f"kl_in={self.kl_in}"
+            setting = "advantage=pair" if self.advantage == "pair" else f"kl_in={self.kl_in}"
             raise ValueError(
-                f"trainer.sources.{min(self.sources)} with trainer.{what}: that is computed in the training, "
-                "which knows no sources; leave one of them out"
+                f"trainer.sources.{min(self.sources)} with trainer.{setting}: that is computed in the "
+                "training, which knows no sources; leave one of them out"
             )
         for name in self.sources:
             try:

@@ -15,7 +15,8 @@ from typing import Any
 from coordinator.directory.layout import Kind
 from coordinator.journal import sample_tables
 from coordinator.journal.sinks import About, MLflow, Sink, TensorBoard, Trackio, WandB
-from coordinator.settings.tree import MetricsSettings, SettingsError, SinkName
+from coordinator.settings.fields import MetricsSettings, SinkName
+from coordinator.settings.tree import SettingsError
 from rollout.plugins import is_installed
 
 log = logging.getLogger(__name__)

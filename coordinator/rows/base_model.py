@@ -14,8 +14,8 @@ from coordinator.machine.host_lock import if_stale, link_in_utf8, lock_of, own_f
 from coordinator.node.node import Node
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import Board
-from coordinator.settings.tree import TINY
 from rollout.environment_variables import cores
+from rollout.settings import TINY
 from rollout.storage import files
 from rollout.tasks.task_set import BUILT_IN, SHAPES
 

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
-from coordinator.settings.tree import TINY, RunSettings, SettingsError
-from rollout.settings import EvalSetSettings
+from coordinator.settings.tree import RunSettings, SettingsError
+from rollout.settings import TINY, EvalSetSettings
 from trainer.settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {

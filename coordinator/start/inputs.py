@@ -12,7 +12,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.interpreter import lacks_flagpost
 from coordinator.settings import loading
-from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
 from coordinator.start.functions import Functions, load_functions
@@ -25,6 +25,7 @@ from rollout.engines.model_facts import count_parameters
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
+from rollout.settings import TINY
 from rollout.storage import known_files
 from rollout.storage.files import FileFacts, is_directory
 from rollout.tasks.sampling import check_sampling

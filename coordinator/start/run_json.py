@@ -8,9 +8,9 @@ from typing import Any
 
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.settings import loading
-from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import Inputs
-from rollout.settings import RolloutSettings
+from rollout.settings import TINY, RolloutSettings
 from rollout.storage import files, once
 from trainer.settings import LoraSettings
 

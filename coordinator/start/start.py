@@ -27,7 +27,7 @@ from coordinator.protocol.snapshot import whole_board
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS
-from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.inputs import (
@@ -54,6 +54,7 @@ from coordinator.start.run_json import (
 from coordinator.start.wait_for_master import await_master
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.environment_variables import is_utf8
+from rollout.settings import TINY
 from rollout.storage import files
 from rollout.tasks.rows import is_there
 

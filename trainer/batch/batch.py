@@ -281,8 +281,8 @@ def build_batch(
     Raises ValueError as selection.lessons, and if samples without logprobs (demonstrations) are to be trained
     by another loss than their likelihood.
     """
-    own = Older(groups, temperature, max_tokens, policy_iteration, reward_weights, task_sources)
-    sources = [*older, own]
+    newest = Older(groups, temperature, max_tokens, policy_iteration, reward_weights, task_sources)
+    sources = [*older, newest]
     limit = settings.max_off_policy_steps
     oldest = None if limit is None else iteration - 1 - limit
     window = [

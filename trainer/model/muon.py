@@ -47,12 +47,12 @@ class MuonAndAdamW(AdamW):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        own, gradient = local_part(parameter), local_part(gradient)
+        weights, gradient = local_part(parameter), local_part(gradient)
         momentum = local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
         update = orthogonal(_whole(gradient.lerp(momentum, MOMENTUM).bfloat16(), parameter))
-        own.mul_(1 - group["lr"] * group["weight_decay"])
-        own.add_(_part(update, parameter), alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        weights.add_(_part(update, parameter), alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ from coordinator.machine.run_command import run_command
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
-from coordinator.settings.tree import TINY, RunSettings, SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
-from rollout.settings import EvalSetSettings
+from rollout.settings import TINY, EvalSetSettings
 
 KEPT = (
     "data_path",

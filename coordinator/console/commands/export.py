@@ -14,10 +14,11 @@ from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import measured
 from coordinator.directory.published import Incomplete, is_part_of_model
-from coordinator.settings.tree import TINY, SettingsError
+from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
+from rollout.settings import TINY
 from rollout.storage import files
 
 CARD, PROOF = "README.md", "proof.json"

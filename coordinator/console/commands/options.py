@@ -12,7 +12,8 @@ import typer
 from pydantic import BaseModel
 
 from coordinator.settings.loading import OPTIONS, REPEATED, TINY_DEFAULTS, option_name, show
-from coordinator.settings.tree import TINY, RunSettings
+from coordinator.settings.tree import RunSettings
+from rollout.settings import TINY
 
 
 def with_options(function: Callable[..., int]) -> Callable[..., int]:
@@ -103,8 +104,11 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
     pydantic can collect these texts too, but then every process that imports the settings pays for it.
     """
-    (tree,) = [node for node in _classes(model.__module__) if node.name == model.__name__]
-    return dict(_field_texts(tree))
+    texts: dict[str, str] = {}
+    for part in model.__mro__[: model.__mro__.index(BaseModel)]:
+        (tree,) = [node for node in _classes(part.__module__) if node.name == part.__name__]
+        texts |= _field_texts(tree)
+    return texts
 
 
 def _field_texts(tree: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -6,12 +6,13 @@ from typing import Any
 
 from coordinator.directory.layout import RunDir
 from coordinator.settings.loading import build
-from coordinator.settings.tree import TINY, SettingsError
+from coordinator.settings.tree import SettingsError
 from coordinator.start import estimate
 from coordinator.start.inputs import STATE_BYTES, base_model_dir
 from coordinator.start.run_json import chosen_save_interval, with_save_interval
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters
+from rollout.settings import TINY
 
 
 def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.keeping.retention import kept
 from coordinator.settings import loading
-from coordinator.settings.tree import CheckpointSettings, SettingsError
+from coordinator.settings.fields import CheckpointSettings
+from coordinator.settings.tree import SettingsError
 from coordinator.start.request import StartRequest
 from coordinator.start.start import absolute, check_master
 from tests.coordinator.examples import group, tombstone

@@ -15,8 +15,9 @@ from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import trackers
 from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
 from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
+from coordinator.settings.fields import MetricsSettings
 from coordinator.settings.loading import build
-from coordinator.settings.tree import MetricsSettings, SettingsError
+from coordinator.settings.tree import SettingsError
 from rollout.trajectory import line_for_people
 from tests.coordinator import examples
 

@@ -23,7 +23,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phases import Phase
 from coordinator.rows import metrics, rollout
 from coordinator.settings.cluster import ClusterSettings
-from coordinator.settings.tree import CheckpointSettings
+from coordinator.settings.fields import CheckpointSettings
 from rollout.storage import files
 from tests.coordinator.examples import write_checkpoint
 

@@ -1,0 +1,275 @@
+"""Refuse settings that do not go together; each rule raises ValueError, in one line that says what to do."""
+
+from collections.abc import Callable
+
+from coordinator.settings.fields import Fields
+from rollout.settings import GENERATED, JOIN, NAME, PROGRAMS, SELF, TINY, WRITTEN
+
+
+def _columns_are_of_data(settings: Fields) -> None:
+    for key, columns, option, source in (
+        ("columns", settings.columns, "--tasks", settings.tasks),
+        ("eval.columns", settings.eval.columns, "--eval-tasks", settings.evaluation_tasks),
+    ):
+        if columns and (source is None or source.startswith(GENERATED)):
+            raise ValueError(
+                f"{key}.{next(iter(columns))} names a column of data, but {option} is "
+                f"{source or 'not given'}, which has none; give {option} FILE, or leave it out"
+            )
+
+
+def _sets_have_names(settings: Fields) -> None:
+    for name, eval_set in settings.eval.sets.items():
+        if not NAME.fullmatch(name):
+            raise ValueError(f"eval.sets.{name}: name a set with letters, digits, _ and - only")
+        if eval_set.columns and eval_set.tasks.startswith(GENERATED):
+            raise ValueError(
+                f"eval.sets.{name}.columns.{next(iter(eval_set.columns))} names a column of data, but "
+                f"eval.sets.{name}.tasks is {eval_set.tasks}, which has none; leave it out"
+            )
+    best_by = settings.checkpoints.best_by
+    if best_by is not None and best_by not in settings.eval.sets:
+        there = ", ".join(settings.eval.sets) or "none"
+        raise ValueError(f"checkpoints.best_by={best_by} is no set of eval.sets (there is {there}); name one")
+
+
+def _split_fits(settings: Fields) -> None:
+    if settings.rollout_split and settings.rl_phase == "update":
+        raise ValueError(
+            f"--rollout-split {settings.rollout_split} needs a rollout, but --rl-phase is update; "
+            "leave one of them out"
+        )
+    half = f"--rl-phase {settings.rl_phase}" if settings.rl_phase != "both" else ""
+    half = f"--rollout-split {settings.rollout_split}" if settings.rollout_split else half
+    if settings.cluster.place and half:
+        raise ValueError(f"{half} does one part of each iteration, but --place has all; leave one out")
+    if settings.rollout_split == "eval-only" and settings.rl_phase != "rollout":
+        raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
+
+
+def _schedule_has_an_end(settings: Fields) -> None:
+    if settings.trainer.schedule != "constant" and settings.iterations is None:
+        raise ValueError(
+            f"trainer.schedule={settings.trainer.schedule} ends with the run, but the run has no end: give "
+            "--iterations, or leave it out"
+        )
+
+
+def _delta_is_of_a_whole_model(settings: Fields) -> None:
+    if settings.checkpoints.delta and settings.trainer.lora.rank:
+        raise ValueError(
+            f"checkpoints.delta=true with trainer.lora.rank={settings.trainer.lora.rank}: a checkpoint holds "
+            "only the adapter, which is small; leave one of them out"
+        )
+
+
+def _replay_window_is_kept(settings: Fields) -> None:
+    kept, window = settings.trajectories.keep_last, settings.trainer.replay_window
+    if kept is not None and kept < window:
+        raise ValueError(
+            f"trajectories.keep_last={kept} is less than trainer.replay_window={window}: a batch needs "
+            f"trajectories of {window} iterations; give at least {window}, or leave it out"
+        )
+
+
+def _older_samples_are_corrected(settings: Fields) -> None:
+    level, segment, trainer = (
+        settings.cluster.max_async_level,
+        settings.rollout.segment_tokens,
+        settings.trainer,
+    )
+    option = f"--max-async-level {level}" if level else f"rollout.segment_tokens={segment}"
+    if (level or segment) and trainer.engine_correction == "off" and trainer.clip != "likelihood":
+        raise ValueError(
+            f"{option} trains on samples of older policies, for which trainer."
+            "engine_correction=off does not correct; use truncated or masked, or leave one of them out"
+        )
+
+
+def _segments_can_go_on(settings: Fields) -> None:
+    rollout = settings.rollout
+    if rollout.segment_tokens is None:
+        return
+    for is_given, other, reason in (
+        (rollout.environment != "single_turn", f"rollout.environment={rollout.environment}",
+         "only a single turn can go on in another iteration"),
+        (rollout.stop, "rollout.stop", "a stop string that is cut in two would not be seen"),
+        (rollout.over_sample > 1, f"rollout.over_sample={rollout.over_sample:g}",
+         "what was begun would be thrown away"),
+        (rollout.dynamic_sampling, "rollout.dynamic_sampling=true",
+         "an iteration would wait for the rewards of unfinished groups"),
+    ):  # fmt: skip
+        if is_given:
+            raise ValueError(
+                f"rollout.segment_tokens={rollout.segment_tokens} with {other}: {reason}; leave one of "
+                "them out"
+            )
+
+
+def _reasoning_has_an_end(settings: Fields) -> None:
+    rollout = settings.rollout
+    if rollout.thinking_tokens is None:
+        return
+    for is_given, other, reason in (
+        (rollout.reasoning_end is None, "without rollout.reasoning_end",
+         "nothing says how reasoning ends; add e.g. rollout.reasoning_end='</think>'"),
+        (rollout.environment != "single_turn", f"with rollout.environment={rollout.environment}",
+         "it is for single_turn; leave one of them out"),
+        (rollout.segment_tokens is not None, f"with rollout.segment_tokens={rollout.segment_tokens}",
+         "a sample that is cut goes on in the next iteration; leave one of them out"),
+        (rollout.thinking_tokens >= rollout.max_tokens, f"with rollout.max_tokens={rollout.max_tokens}",
+         "nothing is left for the answer; give fewer"),
+    ):  # fmt: skip
+        if is_given:
+            raise ValueError(f"rollout.thinking_tokens={rollout.thinking_tokens} {other}: {reason}")
+    sets = {f"eval.sets.{name}.max_tokens": eval_set for name, eval_set in settings.eval_sets.items()}
+    longest = {
+        name: eval_set.max_tokens for name, eval_set in sets.items() if eval_set.environment == "single_turn"
+    }
+    for name, most in {"eval.max_tokens": settings.eval.max_tokens, **longest}.items():
+        if most is not None and most <= rollout.thinking_tokens:
+            raise ValueError(
+                f"rollout.thinking_tokens={rollout.thinking_tokens} with {name}={most}: nothing is left "
+                "for the answer; give fewer, or raise the other"
+            )
+
+
+def _prompts_can_be_changed(settings: Fields) -> None:
+    rollout, sets = settings.rollout, settings.eval_sets
+    environments = {f"eval.sets.{name}.environment": str(sets[name].environment) for name in sets}
+    for name, environment in {"rollout.environment": rollout.environment, **environments}.items():
+        if rollout.system_prompt is not None and environment.startswith(PROGRAMS):
+            raise ValueError(
+                f"rollout.system_prompt with {name}={environment}: that program writes its messages "
+                "itself; leave one of them out"
+            )
+    if rollout.max_prompt_tokens is not None and settings.model == TINY:
+        raise ValueError(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} with --model {TINY}: its tokenizer "
+            "is not made yet when a run starts; leave one of them out"
+        )
+
+
+def _groups_have_advantages(settings: Fields) -> None:
+    alone = settings.rollout.samples_per_task < 2 and settings.trainer.advantage not in ("one", "zero")
+    if settings.rl_phase == "both" and alone:
+        raise ValueError(
+            f"rollout.samples_per_task={settings.rollout.samples_per_task}: a group of one has no "
+            "advantage, so nothing would be learnt; give at least 2, or --rl-phase rollout"
+        )
+
+
+def _rewards_are_several(settings: Fields) -> None:
+    reward, environment = settings.rollout.reward, settings.rollout.environment
+    gives_its_own = environment in WRITTEN or environment.startswith(PROGRAMS)
+    if settings.trainer.advantage == "decoupled" and (gives_its_own or JOIN not in reward):
+        where = f"environment={environment}" if gives_its_own else f"reward={reward}"
+        raise ValueError(
+            f"trainer.advantage=decoupled with rollout.{where}: there are not several rewards to "
+            'standardise; give some, e.g. --reward "math=1 + length=0.1", or leave it out'
+        )
+
+
+def _written_answers_are_not_sampled(settings: Fields) -> None:
+    environment, trainer = settings.rollout.environment, settings.trainer
+    if environment not in WRITTEN:
+        return
+    preset = {"demonstration": "sft", "preference": "dpo"}[environment]
+    if settings.rollout.temperature != 1:
+        raise ValueError(
+            f"rollout.temperature={settings.rollout.temperature:g}: what rollout.environment={environment} "
+            "gives is not sampled, and its likelihood is trained at temperature 1; leave it out"
+        )
+    if trainer.clip != "likelihood" or trainer.engine_correction != "off":
+        raise ValueError(
+            f"rollout.environment={environment} has no logprobs of an engine, which trainer.algorithm="
+            f"{trainer.algorithm} needs (trainer.clip={trainer.clip}, "
+            f"trainer.engine_correction={trainer.engine_correction}); add trainer.algorithm={preset}"
+        )
+    if environment == "preference" and trainer.advantage == "one" and trainer.reward_threshold is None:
+        raise ValueError(
+            f"rollout.environment=preference with trainer.algorithm={trainer.algorithm} would train on "
+            "the rejected answers too; add trainer.algorithm=dpo, or trainer.reward_threshold=1"
+        )
+
+
+def _teacher_is_asked(settings: Fields) -> None:
+    rollout, trainer, level = settings.rollout, settings.trainer, settings.cluster.max_async_level
+    if trainer.kl == "off" and trainer.advantage == "zero":
+        raise ValueError(
+            "trainer.advantage=zero with trainer.kl=off learns nothing; leave one of them out, or give "
+            "trainer.kl=k1"
+        )
+    begins_itself = rollout.environment in WRITTEN or rollout.environment.startswith(PROGRAMS)
+    if begins_itself and (rollout.teacher or "").startswith(SELF):
+        raise ValueError(
+            f"rollout.teacher={rollout.teacher}: in rollout.environment={rollout.environment} no prompt "
+            "is a task's own, so there is no place for its hint; leave one of them out"
+        )
+    if trainer.kl == "off" or trainer.kl_to != "teacher":
+        return
+    if rollout.environment in WRITTEN and trainer.kl_in == "loss" and trainer.kl == "k1":
+        raise ValueError(
+            f"trainer.kl=k1 is for samples of the policy, and rollout.environment={rollout.environment} "
+            "has written ones; leave one of them out"
+        )
+    if rollout.teacher is None and settings.rl_phase == "both":
+        raise ValueError(
+            "trainer.kl_to=teacher needs a teacher; give rollout.teacher=http://HOST:PORT/v1, a server "
+            "whose model has the same tokenizer, or self:FIELD"
+        )
+    if rollout.temperature != 1:
+        raise ValueError(
+            f"rollout.temperature={rollout.temperature:g}: the teacher's logprobs are of temperature 1, "
+            "and cannot be compared with the policy's; leave it out"
+        )
+    if (level or rollout.segment_tokens or trainer.replay_window > 1) and trainer.kl_in == "loss":
+        raise ValueError(
+            "trainer.kl_to=teacher with samples of older policies, for whose age trainer.kl_in=loss does "
+            "not correct; add trainer.kl_in=token_reward, trainer.clip=ppo and "
+            "trainer.engine_correction=truncated"
+        )
+
+
+def _flat_groups_count(settings: Fields) -> None:
+    trainers = [settings.trainer, *map(settings.trainer.of_source, settings.trainer.sources)]
+    replaces = settings.rollout.dynamic_sampling
+    if replaces and any(trainer.advantage in ("one", "zero") for trainer in trainers):
+        raise ValueError(
+            f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
+            f"{settings.trainer.algorithm} learns from; leave one of them out"
+        )
+    if replaces and any(trainer.keep_flat_groups for trainer in trainers):
+        raise ValueError(
+            "rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
+            f"{settings.trainer.algorithm} would count beside those that replace them; add "
+            "trainer.keep_flat_groups=false, or leave rollout.dynamic_sampling out"
+        )
+
+
+def _groups_vary(settings: Fields) -> None:
+    if settings.rollout.dynamic_sampling and settings.rollout.samples_per_task < 2:
+        raise ValueError(
+            f"rollout.samples_per_task={settings.rollout.samples_per_task}: a group of one never varies, so "
+            "rollout.dynamic_sampling would replace every group; give at least 2"
+        )
+
+
+RULES: tuple[Callable[[Fields], None], ...] = (
+    _columns_are_of_data,
+    _sets_have_names,
+    _split_fits,
+    _schedule_has_an_end,
+    _delta_is_of_a_whole_model,
+    _replay_window_is_kept,
+    _older_samples_are_corrected,
+    _segments_can_go_on,
+    _reasoning_has_an_end,
+    _prompts_can_be_changed,
+    _groups_have_advantages,
+    _rewards_are_several,
+    _written_answers_are_not_sampled,
+    _teacher_is_asked,
+    _flat_groups_count,
+    _groups_vary,
+)

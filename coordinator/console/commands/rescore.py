@@ -238,6 +238,12 @@ def _refuse(settings: RunSettings, numbers: Sequence[int]) -> None:
             f"rollout.segment_tokens={settings.rollout.segment_tokens}: samples of one iteration are scored "
             "in another one, and cannot be scored anew; use run fork"
         )
+    limit = settings.trainer.max_off_policy_steps
+    if limit is not None and len(numbers) - 1 > limit:
+        raise SettingsError(
+            f"--last {numbers[-1]}: trainer.max_off_policy_steps={limit} leaves out samples of policies that "
+            f"are {len(numbers) - 1} trainings old; rescore up to --last {numbers[0] + limit}"
+        )
     is_corrected = settings.trainer.engine_correction != "off" or settings.trainer.clip == "likelihood"
     if len(numbers) > 1 and not is_corrected:
         raise SettingsError(

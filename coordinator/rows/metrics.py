@@ -117,7 +117,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     return {
         "iteration": number,
         "kind": node.settings.kind,
-        "policy_iteration": (train or evaluation).get("origin", {}).get("policy_iteration"),
+        "policy_iteration": _sampler(train or evaluation),
         "reward": train.get("reward"),
         "eval_reward": evaluation.get("reward"),
         "eval_error": evaluation.get("error"),
@@ -146,6 +146,13 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "measured_weights": times["measured_weights"],
         "busy_fraction": times["busy_fraction"],
     }
+
+
+def _sampler(manifest: Mapping[str, Any]) -> int | None:
+    """Return the iteration whose training made the policy that a manifest's samples are of; of those of
+    another run, which have other rewards here, the one there.
+    """
+    return manifest.get("rescored", manifest.get("origin", {})).get("policy_iteration")
 
 
 def _by_set(evaluation: Mapping[str, Any]) -> dict[str, Any]:

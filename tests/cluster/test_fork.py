@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.fork import fork
-from coordinator.console.views.difference import Compared, compare, show_difference
+from coordinator.console.report import write_comparison
+from coordinator.console.views.difference import Compared, compare, describe_difference, show_difference
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import render
@@ -64,6 +65,9 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
     finish(other, "rollout.reward=tests.cluster.plugins:constant")
     assert show_difference(parent, other.root) == 1
     printed = capsys.readouterr().out
+    lines, _ = describe_difference(parent, other.root)
+    page = write_comparison(parent, other.root, lines, other.root.with_name("page.html")).read_text()
+    assert f"<li>A: {parent}</li>" in page and 'aria-label="Reward: A training' in page
     assert "they part in iteration 4, row 2 (train_rollout): task " in printed
     assert " against 0.5, for the same text " in printed
     assert (

@@ -90,6 +90,7 @@ def test_samples_with_other_rewards_are_trained_on_and_none_is_generated_again(
     text = render(StatusReader(other.root).read(), other.root)
     samples = "whose samples of iterations 2 to 3 have other rewards"
     assert f"forked from {cluster.root} at iteration 2, {samples}\n" in text
+    assert [line["policy_iteration"] for line in other.metrics()] == [0, 1, 2, 3]
     ages = [line["age"] for line in other.metrics()]
     assert ages[1:3] == [0.0, 1.0], "the samples of iteration 3 are of a policy that only the parent has had"
     capsys.readouterr()

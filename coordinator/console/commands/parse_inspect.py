@@ -101,11 +101,22 @@ def samples(
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", metavar="FILE.html", help="Also a page with the curves of both."),
+    ] = None,
 ) -> int:
     """Say where two runs part: iteration, row, task, sample and token; 0 if they are equal, else 1."""
-    from coordinator.console.views.difference import show_difference
+    from coordinator.console.views.difference import describe_difference
 
-    return show_difference(first.absolute(), second.absolute())
+    roots = first.absolute(), second.absolute()
+    lines, is_equal = describe_difference(*roots)
+    print("\n".join(lines))
+    if out is not None:
+        from coordinator.console.report import write_comparison
+
+        print(f"page: {write_comparison(*roots, lines, out.absolute())}")
+    return int(not is_equal)
 
 
 @command_in(APPS, "plan")

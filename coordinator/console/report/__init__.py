@@ -26,6 +26,7 @@ from coordinator.settings.tree import SettingsError
 from rollout.storage import files
 
 NAME = "report.html"
+SIZE = (charts.WIDTH, charts.HEIGHT, charts.LEFT, charts.WIDTH - charts.RIGHT, charts.TOP)
 BALANCED_OVER = 10
 """How many iterations suggested weights are computed from."""
 
@@ -37,13 +38,25 @@ def write_report(root: Path, out: Path | None = None) -> Path:
     cannot be written.
     """
     path = out or root / NAME
-    status = Run(root).status()
+    _write(path, render(root, Run(root).status()))
+    return path
+
+
+def write_comparison(first: Path, second: Path, lines: Sequence[str], out: Path) -> Path:
+    """Write a page with the curves of two runs in the same charts to `out`, under the `lines` that say how
+    they differ. Returns its path; raises SettingsError as write_report.
+    """
+    metrics = {name: published.metrics_lines(RunDir(root)) for name, root in (("A", first), ("B", second))}
+    contents = {"lines": lines, "charts": curves.both(metrics), "size": SIZE, "made_at": _now()}
+    _write(out, _fill("comparison.html.j2", contents))
+    return out
+
+
+def _write(path: Path, page: str) -> None:
     try:
-        target = _writable(path)
-        files.publish(target, render(root, status).encode("utf-8", "replace"), durable=False)
+        files.publish(_writable(path), page.encode("utf-8", "replace"), durable=False)
     except OSError as error:
         raise SettingsError(f"--out {path}: {error.strerror}; give a file that can be written") from None
-    return path
 
 
 def _writable(path: Path) -> Path:
@@ -59,7 +72,12 @@ def _writable(path: Path) -> Path:
 
 
 def render(root: Path, status: dict[str, Any]) -> str:
-    """Return the page. The template escapes all text that comes from the run."""
+    """Return the page about a run."""
+    return _fill("page.html.j2", _contents(root, status))
+
+
+def _fill(template: str, contents: dict[str, Any]) -> str:
+    """Return a page. The template escapes all text that comes from the run."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -73,9 +91,7 @@ def render(root: Path, status: dict[str, Any]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     filters: dict[str, Any] = environment.filters  # pyright: ignore
     filters |= {"duration": summary.duration, "number": charts.number_text, "json": json.dumps, "gpus": _gpus}
-    return environment.get_template("page.html.j2").render(
-        **_contents(root, status), script=script, script_digest=digest
-    )
+    return environment.get_template(template).render(**contents, script=script, script_digest=digest)
 
 
 def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +112,11 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": root.name,
         "status": status,
-        "made_at": datetime.now().strftime("%Y-%m-%d %H:%M"),
+        "made_at": _now(),
         "tiles": summary.tiles(status, lines),
         "advice": summary.advice(root, status, lines, weights, checkpoint),
         "charts": curves.charts(lines, fork["iteration"] if fork else None),
-        "size": (charts.WIDTH, charts.HEIGHT, charts.LEFT, charts.WIDTH - charts.RIGHT, charts.TOP),
+        "size": SIZE,
         "timelines": figures_of_time.timelines(crews, status, lines),
         "crews": figures_of_time.comparison(crews),
         "events_skipped": any(crew.events.skipped for crew in crews),
@@ -203,6 +219,10 @@ def _about_node(lines: list[dict[str, Any]]) -> dict[str, Any]:
         if line["what"] in {"process", "epoch"}:
             facts = dict(line) if line["what"] == "process" else {**facts, "gpus": line.get("gpus", [])}
     return facts
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M")
 
 
 def _subject(run: dict[str, Any]) -> str:

@@ -113,6 +113,39 @@ def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[
     return drawn_charts if fork is None else [drawn.forked_at(fork) for drawn in drawn_charts]
 
 
+def both(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+    """Return the charts of several runs, by name, each with the curves of all of them."""
+    moved = {name: by_policy(lines) for name, lines in runs.items()}
+    axis, measuring = "iteration", dict(runs)
+    if any(moved.values()):
+        axis = "policy of iteration"
+        measuring = {
+            name: moved[name] or [{**line, "iteration": line["iteration"] - 1} for line in lines]
+            for name, lines in runs.items()
+        }
+    drawn_charts: list[Chart] = []
+    for title, note, unit, fields in CHARTS:
+        is_of_policy = fields[0][0] in OF_THE_POLICY
+        drawn = [
+            (f"{name} {label}" if len(fields) > 1 else name, data)
+            for field, label in fields
+            for name, lines in (measuring if is_of_policy else runs).items()
+            if (data := points(lines, field))
+        ]
+        if drawn:
+            drawn_charts.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+    of_sets = {name: history(lines) for name, lines in measuring.items()}
+    for eval_set in sorted(
+        {eval_set for scores in of_sets.values() for eval_set in scores} - {"eval_reward"}
+    ):
+        drawn = [
+            (name, [(iteration, score.reward) for iteration, score in scores.get(eval_set, ())])
+            for name, scores in of_sets.items()
+        ]
+        drawn_charts.append(chart(eval_set, "evaluation set, mean reward", "", drawn, axis))
+    return drawn_charts
+
+
 def _of_sets(lines: Sequence[Mapping[str, Any]], axis: str) -> list[Chart]:
     """Return charts of the named sets of evaluations, SETS in each."""
     named = [

@@ -51,9 +51,18 @@ class Compared(NamedTuple):
 
 
 def show_difference(first: Path, second: Path) -> int:
-    """Print where two runs part, then what they were started with that differs; return 0 if they are equal
-    as far as both go, 1 if not. SettingsError if one of them is no run, or damaged where it is read, or if
-    they have no finished iteration in common.
+    """Print how two runs differ; return 0 if they are equal as far as both go, 1 if not. SettingsError as
+    describe_difference.
+    """
+    lines, is_equal = describe_difference(first, second)
+    print("\n".join(lines))
+    return int(not is_equal)
+
+
+def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
+    """Return lines that say where two runs part, then what they were started with that differs; and whether
+    they are equal as far as both go. SettingsError if one of them is no run, or damaged where it is read, or
+    if they have no finished iteration in common.
     """
     runs = Run(first), Run(second)
     try:
@@ -64,19 +73,20 @@ def show_difference(first: Path, second: Path) -> int:
         raise SettingsError(
             f"{first} and {second} have no finished iteration in common; wait until both have finished one"
         )
-    for name, root in (("A", first), ("B", second)):
-        print(f"{name}: {root}")
-    print(f"equal: {listed(compared.iterations)}; of them samples of {listed(compared.samples)}", end="")
-    print(f", weights of {listed(compared.weights)}")
+    samples, weights = listed(compared.samples), listed(compared.weights)
+    lines = [
+        f"A: {first}",
+        f"B: {second}",
+        f"equal: {listed(compared.iterations)}; of them samples of {samples}, weights of {weights}",
+    ]
     if compared.parting is None:
         more = [f"only {name} goes on to iteration {there[-1]}" for name, there in _longer(*runs)]
-        print("\n".join(["the runs are equal as far as both go", *more]))
+        lines += ["the runs are equal as far as both go", *more]
     else:
         iteration, row, text = compared.parting
-        print(f"they part in iteration {iteration}, row {row.value} ({row.label}): {text}")
-    for line in started_with(last_start(first), last_start(second)):
-        print(line)
-    return int(compared.parting is not None)
+        lines.append(f"they part in iteration {iteration}, row {row.value} ({row.label}): {text}")
+    lines += started_with(last_start(first), last_start(second))
+    return lines, compared.parting is None
 
 
 def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:

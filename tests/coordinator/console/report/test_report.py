@@ -380,3 +380,17 @@ def test_what_a_fork_has_taken_over_is_veiled() -> None:
     assert places[3] < loss.fork[0] < places[4] and loss.fork[1] == 4
     assert curves.charts(lines)[0].fork is None
     assert curves.charts(lines, fork=9)[0].fork is None, "nothing of its own yet"
+
+
+def test_curves_of_two_runs_are_in_the_same_charts() -> None:
+    sets = {"hard": {"reward": 0.5, "error": 0.1}}
+    first = [{"iteration": n, "reward": 0.1 * n, "loss": 1.0, "policy_iteration": n - 1} for n in (1, 2)]
+    second = [{**line, "loss": 2.0, "eval": sets} for line in first]
+    reward, loss, hard = curves.both({"A": first, "B": second})
+    assert [curve.label for curve in reward.curves] == ["A training", "B training"]
+    assert [curve.label for curve in loss.curves] == ["A", "B"] and loss.axis == "iteration"
+    assert hard.title == "hard" and [curve.label for curve in hard.curves] == ["B"]
+    older = [{**line, "policy_iteration": 0} for line in first]  # as with cluster.max_async_level
+    reward, *_ = curves.both({"A": first, "B": older})
+    assert reward.axis == "policy of iteration"
+    assert [n for _, n, _ in reward.curves[0].readings] == [0, 1]

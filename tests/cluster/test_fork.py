@@ -79,6 +79,15 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
     assert f"forked from {same.root} at iteration 4\nforked from {cluster.root} at iteration 3" in text
 
 
+def test_fork_at_the_first_iteration_of_a_run_whose_model_is_elsewhere_has_nothing_to_link(
+    cluster: Cluster, beside: Callable[[str], Cluster]
+) -> None:
+    finish(cluster, *FAST, "--iterations", "1", "--eval-interval", "0")
+    cluster.run_dir.base_model.rename(cluster.root.with_name("model"))
+    forked = fork(cluster.root, 1, beside("new").root)
+    assert forked.files == 0
+
+
 def test_fork_is_refused_where_the_parent_has_no_policy_any_more(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def _link_all(parent: RunDir, child: RunDir, iteration: int) -> Forked:
     """Link what the iterations from `iteration` on need, and what there is to read of those before it."""
     newest = iteration - 1
     forked = Forked()
+    child.root.mkdir()
     for source in _taken(parent, newest):
         link_tree(source, child.root / source.relative_to(parent.root), forked)
     lines = [line for line in published.metrics_lines(parent) if line["iteration"] <= newest]

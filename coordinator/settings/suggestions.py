@@ -130,6 +130,8 @@ ANSWERS = {
 """What to do in place of a setting of theirs that is none here, or two."""
 NEAR = 0.6
 """How alike two spellings must be, from 0 to 1."""
+SHORT, SHORT_NEAR = 5, 0.75
+"""Of words with up to so many letters more must be the same: nobody means `gpus` with `bogus`."""
 SHOWN = 4
 """So many settings of a section are named."""
 
@@ -150,9 +152,11 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     sections = {name.rpartition(".")[0] for name in known} - {""}
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     spellings = {**ALIASES, **leaves, **{name: name for name in (*known, *sections)}}
-    near = difflib.get_close_matches(word, spellings, n=1, cutoff=NEAR)
-    near = near or difflib.get_close_matches(word.rpartition(".")[2], spellings, n=1, cutoff=NEAR)
-    return spellings[near[0]] if near else None
+    for part in (word, word.rpartition(".")[2]):
+        cutoff = NEAR if len(part) > SHORT else SHORT_NEAR
+        if near := difflib.get_close_matches(part, spellings, n=1, cutoff=cutoff):
+            return spellings[near[0]]
+    return None
 
 
 def meant(typed: str, known: Sequence[str]) -> str:

@@ -66,5 +66,6 @@ def test_section_is_answered_with_what_is_in_it() -> None:
     assert meant("trainer", KNOWN).endswith(", ...?")
 
 
-def test_nothing_is_made_up_for_a_word_like_no_other() -> None:
-    assert meant("xyzzy", KNOWN) == "run --dry-run shows all settings"
+@pytest.mark.parametrize("typed", ["xyzzy", "--bogus", "--out"])
+def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
+    assert meant(typed, KNOWN) == "run --dry-run shows all settings"

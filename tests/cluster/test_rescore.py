@@ -132,7 +132,10 @@ def test_sample_whose_reward_fails_is_left_out(cluster: Cluster, tmp_path: Path)
     rescore(cluster.root, 1, None, "tests.cluster.plugins:picky", tmp_path / "new")
     manifest = published.read_manifest(RunDir(tmp_path / "new"), "train", 1) or {}
     assert 0 < manifest["failed_samples"] == 32 - manifest["samples"]
-    broken = "tests.cluster.plugins:broken"
-    rescore(cluster.root, 1, None, broken, tmp_path / "broken")
-    manifest = published.read_manifest(RunDir(tmp_path / "broken"), "train", 1) or {}
-    assert len(manifest["given_up"]) == 8 and "broken" in manifest["given_up"][0]["reason"]
+    with pytest.raises(
+        SettingsError, match=r"^no sample of iteration 1 has got a reward: .*is broken; nothing"
+    ):
+        rescore(cluster.root, 1, None, "tests.cluster.plugins:broken", tmp_path / "broken")
+    with pytest.raises(SettingsError, match=r"length=0.1 cannot score this task: .*`target_length`"):
+        rescore(cluster.root, 1, None, f"{DIGITS} + length=0.1", tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()

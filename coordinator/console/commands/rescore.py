@@ -25,6 +25,7 @@ from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.functions import load_functions
 from coordinator.start.inputs import load_inputs
+from coordinator.start.refusals_of_tasks import refuse_unscored
 from coordinator.start.run_json import find_run, fixed_of, refuse_changes
 from coordinator.start.start import last_start
 from rollout.environments.environment import OUTSIDE
@@ -79,11 +80,15 @@ class Rescorer:
         _refuse(settings, self.numbers)
         self._code = load_functions(reward, "single_turn").reward
         # To score takes neither an engine nor tasks to evaluate on.
-        inputs = load_inputs(loading.overlay(settings, {REWARD: reward, "rl_phase": "update"}), {})
+        here = {REWARD: reward, "cluster.place": (), "rollout_split": None, "eval.interval": 0}
+        inputs = load_inputs(loading.overlay(settings, {**here, "rl_phase": "update"}), {})
         refuse_changes(run, fixed_of(settings, inputs))
+        refuse_unscored(loading.overlay(settings, {**here, "rl_phase": "both"}), inputs.tasks, None, {})
         self._tasks: Sequence[Task] = inputs.tasks.tasks
         self._settings = settings.rollout
         self._reward = resolve_reward(reward)
+        self._failure = ""
+        """Why a sample, the last one of these, has got no reward."""
         self.iterations: list[BeforeAfter] = []
         """What was scored so far."""
 
@@ -127,7 +132,8 @@ class Rescorer:
     def _write_documents(self, child: RunDir, number: int, header: PartHeader) -> None:
         """Write what says of an iteration that its samples are there."""
         before = published.read_manifest(self._run_dir, "train", number) or {}
-        mark = {"directory": str(self._run_dir.root), "policy_iteration": number - 1}
+        sampler = before["origin"]["policy_iteration"]
+        mark = {"directory": str(self._run_dir.root), "policy_iteration": sampler}
         opened = self._opened(number) | {"reward": asdict(self._code), "policy_iteration": number - 1}
         opened |= {"eval_slots": 0, "rescored": mark}  # to evaluate is to generate
         files.publish(child.iteration_json(number), json.dumps(opened, indent=1).encode())
@@ -159,11 +165,13 @@ class Rescorer:
                 end = header.sampling.reasoning_end
                 asyncio.run(self._score(groups, tasks, titles, end))
                 # Of the parent's policies the new run has no later one, so they are as old as this one.
-                yield (
-                    entry["file"],
-                    replace(header, reward=self._code, policy_iteration=self._first - 1),
-                    groups,
-                )
+                policy = min(header.policy_iteration, self._first - 1)
+                yield entry["file"], replace(header, reward=self._code, policy_iteration=policy), groups
+        scored = self.iterations[-1]
+        if scored.samples and scored.failed == scored.samples:
+            raise SettingsError(
+                f"no sample of iteration {number} has got a reward: {self._failure}; nothing was made"
+            )
 
     def _read(self, number: int, name: str, sha256: str) -> tuple[PartHeader, list[Group]]:
         path = self._run_dir.trajectories("train", number) / name
@@ -207,7 +215,8 @@ class Rescorer:
                 except RewardError as error:
                     if self._settings.on_reward_error == "run":
                         raise
-                    return str(error)
+                    self._failure = str(error)
+                    return self._failure
             return None
 
         if not group.samples:

@@ -1,4 +1,4 @@
-"""What a start was asked for."""
+"""The request of a start: what was typed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from coordinator.settings.placement import Crew
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What was typed to start a machine's part in a run."""
+    """The request to start a machine's part in a run, as it was typed."""
 
     root: Path
     """The run directory, absolute."""

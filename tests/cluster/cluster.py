@@ -194,3 +194,9 @@ class Cluster:
 def token_ids(groups: dict[int, Group]) -> dict[int, list[list[int]]]:
     """The token ids of every sample, by slot."""
     return {slot: [sample.token_ids.tolist() for sample in group.samples] for slot, group in groups.items()}
+
+
+def finish(cluster: Cluster, *arguments: str) -> None:
+    """Run one node to its end, which has to be that of the run."""
+    assert cluster.run(1, *arguments) == [0], cluster.everything_said()
+    cluster.close()

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,3 +134,15 @@ def undisturbed(
                 cluster.close()
             kept.write_text(json.dumps(small_run.results(cluster)))
         return json.loads(kept.read_text())
+
+
+@pytest.fixture
+def beside(cluster: Cluster, cache: Path, tmp_path: Path) -> Callable[[str], Cluster]:
+    """Return another run, of that name."""
+
+    def made(name: str) -> Cluster:
+        logs = tmp_path / f"logs of {name}"
+        logs.mkdir()
+        return Cluster(tmp_path / name, cache, logs)
+
+    return made

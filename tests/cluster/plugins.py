@@ -17,6 +17,17 @@ async def digits(_task: dict[str, Any], completion: str) -> float:
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
+async def never(_task: dict[str, Any], _completion: str) -> float:
+    """A reward that does not come."""
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def leaving(_task: dict[str, Any], _completion: str) -> float:
+    """A reward that exits."""
+    raise SystemExit(3)
+
+
 def letters(_task: dict[str, Any], completion: str) -> float:
     """The share of letters."""
     return sum(character.isalpha() for character in completion) / max(1, len(completion))

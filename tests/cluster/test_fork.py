@@ -15,30 +15,13 @@ from coordinator.console.views.status_text import render
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
-from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.weights import farthest
 from tests.coordinator.examples import tree
 
 GIVEN = (*FAST, "--iterations", "4", "--eval-interval", "2", "rollout.segment_tokens=4")
 """With groups that one iteration begins and the next one takes up. The optimizer's state is saved rarely: a
 job gets to the others by training again."""
-
-
-@pytest.fixture
-def beside(cluster: Cluster, cache: Path, tmp_path: Path) -> Callable[[str], Cluster]:
-    """Return another run, of that name."""
-
-    def made(name: str) -> Cluster:
-        logs = tmp_path / f"logs of {name}"
-        logs.mkdir()
-        return Cluster(tmp_path / name, cache, logs)
-
-    return made
-
-
-def finish(cluster: Cluster, *arguments: str) -> None:
-    assert cluster.run(1, *arguments) == [0], cluster.everything_said()
-    cluster.close()
 
 
 def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with_another_reward_does_not(

@@ -7,36 +7,19 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.fork import fork
-from coordinator.console.commands.rescore import rescore
+from coordinator.console.commands.rescore import Rescorer, rescore
 from coordinator.console.commands.verify import verify
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import render
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
-from tests.cluster.cluster import FAST, Cluster
+from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.plugins import letters
 from tests.cluster.weights import farthest
 from tests.coordinator.examples import tree
 
 DIGITS, LETTERS = "tests.cluster.plugins:digits", "tests.cluster.plugins:letters"
-
-
-@pytest.fixture
-def beside(cache: Path, tmp_path: Path) -> Callable[[str], Cluster]:
-    """Return another run, of that name."""
-
-    def made(name: str) -> Cluster:
-        logs = tmp_path / f"logs of {name}"
-        logs.mkdir()
-        return Cluster(tmp_path / name, cache, logs)
-
-    return made
-
-
-def finish(cluster: Cluster, *arguments: str) -> None:
-    assert cluster.run(1, *arguments) == [0], cluster.everything_said()
-    cluster.close()
 
 
 def weights_apart(one: Cluster, other: Cluster, iteration: int) -> float:
@@ -139,3 +122,8 @@ def test_sample_whose_reward_fails_is_left_out(cluster: Cluster, tmp_path: Path)
     with pytest.raises(SettingsError, match=r"length=0.1 cannot score this task: .*`target_length`"):
         rescore(cluster.root, 1, None, f"{DIGITS} + length=0.1", tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
+    for reward, reason in {"never": "took longer than", "leaving": "SystemExit: 3"}.items():
+        scorer = Rescorer(cluster.root, 1, None, f"tests.cluster.plugins:{reward}")
+        scorer._settings = scorer._settings.model_copy(update={"group_timeout_s": 0.2})
+        with pytest.raises(SettingsError, match=f"has got a reward: {reason}"):
+            scorer.score_all()

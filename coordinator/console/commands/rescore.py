@@ -205,19 +205,27 @@ class Rescorer:
         before: Collection[str],
         end: str | None,
     ) -> None:
+        limit_s = self._settings.group_timeout_s
+
         async def score_sample(sample: Sample) -> str | None:
             sample.reward = None
             for name in [name for name in sample.metrics if name.partition(".")[0] in before]:
                 del sample.metrics[name]
             async with places:
                 try:
-                    await score(self._reward, task, sample, self._settings, end)
+                    async with asyncio.timeout(limit_s):
+                        await score(self._reward, task, sample, self._settings, end)
                 except RewardError as error:
                     if self._settings.on_reward_error == "run":
                         raise
                     self._failure = str(error)
-                    return self._failure
-            return None
+                except TimeoutError:
+                    self._failure = f"took longer than rollout.group_timeout_s={limit_s:g}"
+                except SystemExit as error:  # of the user's code, which must not end this command mute
+                    self._failure = f"SystemExit: {error}"
+                else:
+                    return None
+            return self._failure
 
         if not group.samples:
             return

@@ -1,4 +1,4 @@
-"""What another reward does to samples: rewards before and after, as text."""
+"""Compare the rewards of samples before and after another reward has scored them, as text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -248,6 +248,11 @@ def check_log_path(root: Path) -> None:
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if not files.is_directory(existing):
         raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    if existing == root and "config.json" in files.listing(root) and not has_run(root):
+        raise SettingsError(
+            f"--log-path {root}: is the directory of a model (it has a config.json), and a run would write "
+            "into it; give another directory"
+        )
     for path in itertools.takewhile(lambda path: path != existing, (root, *root.parents)):
         if os.path.islink(path):
             text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"

@@ -285,6 +285,14 @@ def test_log_path_below_a_directory_that_is_not_there_is_refused(
         check_log_path(tmp_path / "runs" / "default")
 
 
+def test_log_path_is_not_the_directory_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"is the directory of a model .*; give another directory"):
+        check_log_path(tmp_path)
+    (tmp_path / "run.json").write_text("{}")  # of a run that was begun there by an older version
+    check_log_path(tmp_path)
+
+
 def test_demonstrations_need_a_token_that_ends_them(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", {"eos_token_id": None}, tokenizer={})
     given = {

@@ -1,4 +1,4 @@
-"""Load the user's own functions, which settings name as `module:function`, and know their source."""
+"""Load the user's functions, named as `module:function` or `file.py:function`, and know their source."""
 
 import functools
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any
 
 from rollout.origin import Code
 
+SUFFIX = ".py"
 PACKAGES = ("rollout", "trainer", "coordinator")
 """Ours. The current directory may have files of these names."""
 _searched: list[str] = []
@@ -29,23 +30,26 @@ class PluginError(ValueError):
 
 def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     """Return the function that `module:function` names, or an object of the class that it names, if one is
-    called like a function; with `make=False` the class itself. Searches the current directory too. Raises
+    called like a function; with `make=False` the class itself. Searches the current directory too; in place
+    of a module a file can stand (`rewards/mine.py:score`), whose directory is searched as well. Raises
     PluginError.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise PluginError(f"{name!r} is not of the form module:function")
-    if module_name.endswith(".py"):
-        file = Path(module_name)
-        where = "" if file.parent == Path() else f", with {file.parent} on PYTHONPATH"
-        raise PluginError(f"{module_name} is a file; name its module: {file.stem}:{function_name}{where}")
+    file = Path(module_name).absolute() if module_name.endswith(SUFFIX) else None
+    module_name = module_of(name)
     search_here()
+    if file and str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     if hidden := hidden_file(module_name):
         raise PluginError(hidden)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
         sys.path = search_path()
+        if file and not file.is_file():
+            raise PluginError(f"{file}: no such file") from error
         error_text = " ".join(str(error).split())
         searched = f"looked for in {_here() or 'no directory'}, on PYTHONPATH and in what is installed"
         # The module that lacks a name: of `from queue import Tasks`, of `import queue; queue.Tasks`
@@ -56,6 +60,9 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"({hidden_file(str(lacking)) or searched})"
         ) from error
     sys.path = search_path()  # what this program imports later must be found too
+    imported = getattr(module, "__file__", None) or module_name
+    if file and os.path.realpath(imported) != os.path.realpath(file):
+        raise PluginError(f"{file} is hidden by {imported}; give your file another name")
     function = getattr(module, function_name, None)
     if not callable(function):
         problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
@@ -75,6 +82,12 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"class {name!r} cannot be made without arguments: {type(error).__name__}: {error_text}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
+
+
+def module_of(name: str) -> str:
+    """Return the module of `module:function`, or of `file.py:function`."""
+    module = name.partition(":")[0]
+    return Path(module).stem if module.endswith(SUFFIX) else module
 
 
 def search_here() -> None:
@@ -285,7 +298,7 @@ class _FromText(importlib.machinery.SourceFileLoader):
 
 def _modules(name: str, function: Any) -> list[str]:
     """Return the modules that `name` and the function's definition name."""
-    named = {name.partition(":")[0]} if ":" in name else set[str]()
+    named = {module_of(name)} if ":" in name else set[str]()
     return sorted({*named, getattr(_innermost(function), "__module__", None) or ""})
 
 

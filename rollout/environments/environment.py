@@ -107,7 +107,7 @@ def resolve_environment(name: str) -> Environment:
     if ":" not in name:
         raise EnvironmentSettingError(
             f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
-            "openenv:URL, or give module:function"
+            "openenv:URL, or give module:function or file.py:function"
         )
     try:
         function = load_function(name)

@@ -17,7 +17,7 @@ from rollout.environment_variables import cores
 from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
-from rollout.plugins import load_as_it_was, package_code
+from rollout.plugins import load_as_it_was, module_of, package_code
 from rollout.processes.pool import ProcessPool
 from rollout.tasks.task_set import Task
 from rollout.tasks.text_gym import SOURCE, STEP_TIMEOUT, STEP_TIMEOUT_S, TextEnvironment, code_behind
@@ -46,7 +46,7 @@ class TextGym:
             raise ValueError(f"give its parameters behind --tasks {SOURCE}NAME, not here")
         loaded = code_behind(name)
         self._name = name
-        self.behind = package_code(name.partition(":")[0].partition(".")[0])
+        self.behind = package_code(module_of(name).partition(".")[0])
         size = PROCESSES_A_CORE * cores()
         say = functools.partial(_say, name)
         self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import difflib
 import functools
 import hashlib
 import inspect
@@ -238,7 +239,11 @@ def _resolve(name: str) -> Reward:
         return Reward(name, function)
     if ":" not in name:
         there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
-        raise RewardSettingError(f"reward {name!r}: there is {there}, or give module:function")
+        near = difflib.get_close_matches(name, [*BUILT_IN, *IN_PROCESSES], n=1)
+        meant = f"did you mean {near[0]}? There" if near else "there"
+        raise RewardSettingError(
+            f"reward {name!r}: {meant} is {there}, or give module:function or file.py:function"
+        )
     try:
         function = with_our_parameters(load_function(name))
         check_call(function, ("task", "completion"))

@@ -39,7 +39,7 @@ def test_digest_is_of_what_the_file_holds_wherever_it_is(tmp_path: Path) -> None
     here = write(tmp_path / "here", my_code=REWARD.format(value=1))
     there = write(tmp_path / "there", my_code=REWARD.format(value=1))
     other = write(tmp_path / "other", my_code=REWARD.format(value=2))
-    assert digest(here) == digest(there) != digest(other)
+    assert digest(here) == digest(there) == digest(here, f"{here}/my_code.py:score") != digest(other)
     assert len(digest(here)) == 16
 
 

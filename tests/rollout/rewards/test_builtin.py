@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_function_of_the_user_scores(user_code: str, function: str, expected: fl
     assert reward == expected and type(reward) is float
 
 
+def test_file_of_the_user_may_stand_in_place_of_its_module(
+    user_code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the directory of the file comes to stand in it
+    (tmp_path / "code").mkdir()
+    for file in (f"code/far_{user_code}.py", "code/twice.py", "twice.py"):
+        (tmp_path / file).write_text(USER_CODE)
+    for file in (f"{user_code}.py", f"code/far_{user_code}.py"):
+        assert scored(f"{file}:parts", "abc").metrics == {"digits": 3.0}
+    resolve_reward("twice:parts")
+    with pytest.raises(RewardSettingError, match=r"twice.py is hidden by .*; give your file another name"):
+        resolve_reward("code/twice.py:parts")
+
+
 def test_dict_gives_the_reward_and_metrics(user_code: str) -> None:
     sample = scored(f"{user_code}:parts", "abc")
     assert (sample.reward, sample.metrics) == (1.0, {"digits": 3.0})
@@ -262,7 +277,10 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("exakt", "exact, numeric, regex, length, math, reasoning_gym, code, or give module:function"),
+        (
+            "exakt",
+            "did you mean exact? There is exact, numeric, regex, length, math, reasoning_gym, code, or give",
+        ),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
         ("{user}:constant", "a int, no function"),
@@ -274,8 +292,8 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
         ("{user}:named_only", "takes (*, task, completion), but"),
         ("{user}:yields", "yields; it must return"),
         (":f", "is not of the form module:function"),
-        ("scores.py:f", "scores.py is a file; name its module: scores:f"),
-        ("code/scores.py:f", "name its module: scores:f, with code on PYTHONPATH"),
+        ("code/scores.py:f", "code/scores.py: no such file"),
+        ("{user}.py:absent", "no such name in"),
     ],
 )
 def test_name_that_is_no_reward_is_an_error(user_code: str, name: str, reason: str) -> None:

@@ -100,10 +100,14 @@ def _tasks(settings: RunSettings, inputs: Inputs) -> str:
         interval = settings.eval.interval if settings.rollout_split is None else 1
         every = "every iteration" if interval == 1 else f"every {interval} iterations"
         evaluation = f"{' + '.join(counts)} to evaluate {every}"
+        if settings.rollout_split == "eval-only":
+            return f"{' + '.join(counts)} to evaluate"
     return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
 
 
 def _samples(settings: RunSettings, first: int | None) -> str:
+    if settings.rollout_split == "eval-only":
+        return ""
     rollout, last = settings.rollout, settings.iterations
     first = first or last
     end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"

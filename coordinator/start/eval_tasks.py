@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ EvalSets = Mapping[str, EvalSet]
 def load_eval_tasks(settings: RunSettings) -> TaskSet | None:
     """Load the tasks of --eval-tasks, or those that --tasks generates for it. Raises SettingsError."""
     source = settings.evaluation_tasks
-    return None if source is None else _load(source, settings, settings.eval_columns, "")
+    return None if source is None else _load(source, settings, settings.eval_columns, "", "eval")
 
 
 def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
@@ -53,7 +54,7 @@ def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
     for name, eval_set in settings.eval_sets.items():
         section = f"{SECTION}{name}"
         functions = load_functions(str(eval_set.reward), str(eval_set.environment), section)
-        tasks = _load(eval_set.tasks, settings, eval_set.columns, f"{section}.tasks=")
+        tasks = _load(eval_set.tasks, settings, eval_set.columns, f"{section}.tasks=", section)
         loaded[name] = EvalSet(name, tasks, functions)
     return loaded
 
@@ -87,7 +88,9 @@ def _content(task: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()[:8]
 
 
-def _load(source: str, settings: RunSettings, columns: Mapping[str, str], option: str) -> TaskSet:
+def _load(
+    source: str, settings: RunSettings, columns: Mapping[str, str], option: str, section: str
+) -> TaskSet:
     try:
         return load_tasks(
             find_data(source, settings),
@@ -98,7 +101,12 @@ def _load(source: str, settings: RunSettings, columns: Mapping[str, str], option
             system_prompt=settings.rollout.system_prompt,
         )
     except TaskError as error:
-        raise SettingsError(f"{option}{error}") from None
+        raise SettingsError(f"{option}{with_columns_of(section, error)}") from None
+
+
+def with_columns_of(section: str, error: Exception) -> str:
+    """Return the text of an error about tasks, which names columns of --tasks, with those of a section."""
+    return re.sub(r"\bcolumns\.(?=\w+[=)])", f"{section}.columns." if section else "columns.", str(error))
 
 
 def find_data(source: str, settings: RunSettings) -> str:

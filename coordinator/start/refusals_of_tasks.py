@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.eval_tasks import SECTION, EvalSets
+from coordinator.start.eval_tasks import SECTION, EvalSets, with_columns_of
 from coordinator.start.refusals_of_models import room_at_teacher
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
@@ -48,6 +48,8 @@ class Played(NamedTuple):
     reward: str
     section: str = ""
     """Where the settings are, if they are not those of `rollout`."""
+    columns_section: str = ""
+    """Where the columns of its data are named, if not at the top."""
 
     def option(self, name: str) -> str:
         """Return what names the reward, or the environment."""
@@ -64,11 +66,13 @@ def _played(
         played.append(Played(tasks, environment, reward))
     if evaluates(settings) and eval_tasks is not None:
         answered = "single_turn" if environment in WRITTEN else environment
-        played.append(Played(eval_tasks, answered, reward))
+        played.append(Played(eval_tasks, answered, reward, columns_section="eval"))
     if evaluates(settings):
         for name, eval_set in settings.eval_sets.items():
             section = f"{SECTION}{name}"
-            played.append(Played(sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section))
+            played.append(
+                Played(sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section, section)
+            )
     return played
 
 
@@ -86,7 +90,7 @@ def refuse_unscored(
                 option = played.option("reward")
                 raise SettingsError(
                     f"{played.tasks.place(index)}: {option} {played.reward} cannot score this task: "
-                    f"{error}; repair it, or give another {option}"
+                    f"{with_columns_of(played.columns_section, error)}; repair it, or give another {option}"
                 ) from None
 
 

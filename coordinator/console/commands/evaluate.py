@@ -175,11 +175,17 @@ def _run(log_path: Path, overrides: Mapping[str, Any]) -> int:
     with Children() as children:
         environment = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
         node = children.start(
-            "node-0", argv, env=environment, echo=lambda line: print(plain(line), file=sys.stderr)
+            "node-0", argv, env=environment, echo=lambda line: print(as_typed(plain(line)), file=sys.stderr)
         )
         (code,) = follow([node], interrupts)
         children.close()
     return code if code >= 0 else Exit.LOST
+
+
+def as_typed(line: str) -> str:
+    """Return a line of the node with what was typed in place of the set that stands for --eval-tasks."""
+    own = f"eval.sets.{OWN}."
+    return line.replace(f"{own}tasks=", "--eval-tasks ").replace(f"{own}columns.", "eval.columns.")
 
 
 def _with_interval(scores: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.children import PROGRAMS
 from rollout.part_file import decode_part
 from rollout.trajectory import Group
+from tests.commands import run_forked, start_forked
 from tests.imports import shared_imports
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,8 +39,8 @@ FAST = (
 
 
 class Cluster:
-    """The nodes of one run directory. Their engines and trainers are forks of one process, as those of `run
-    local` are, unless they are to be `separate`: children of their nodes, which import for themselves.
+    """The nodes of one run directory. They are forks of the test process, and their engines and trainers
+    forks of another one, as those of `run local` are; unless they are `separate`, and import for themselves.
     """
 
     def __init__(self, root: Path, cache: Path, logs: Path, separate: bool = False) -> None:
@@ -55,6 +56,7 @@ class Cluster:
             **({} if separate else shared_imports()),
         }
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._separate = separate
         self._older_forks = self._forks()
         self._starts = 0
 
@@ -73,16 +75,19 @@ class Cluster:
         run directory, if it has a mount of its own.
         """
         role = role or (["--worker", str(rank)] if rank else ["--master"])
-        command = [*prefix, sys.executable, "-m", *program, *role, "--log-path", str(root or self.root)]
+        words = [*program, *role, "--log-path", str(root or self.root), *arguments]
         with open(self._log(rank), "ab") as log:
-            self.nodes[rank] = subprocess.Popen(
-                [*command, *arguments],
-                cwd=REPOSITORY,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            if self._separate or prefix or self._has_another_python():
+                self.nodes[rank] = subprocess.Popen(
+                    [*prefix, sys.executable, "-m", *words],
+                    cwd=REPOSITORY,
+                    env=self.environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            else:
+                self.nodes[rank] = start_forked(words, REPOSITORY, self.environment, stdout=log, stderr=log)
         return self.nodes[rank]
 
     def run(self, nodes: int, *arguments: str, timeout_s: float = 240.0) -> list[int]:
@@ -102,14 +107,11 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.everything_said()}") from None
 
-    def command(self, *arguments: str, timeout_s: float = 180.0) -> str:
+    def command(self, *arguments: str) -> str:
         """The output of another `run` command on the run directory."""
-        command = [sys.executable, "-m", "coordinator.cli", *arguments, "--log-path", str(self.root)]
-        environment = self.environment
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, timeout=timeout_s, check=True
-        )
-        return done.stdout.decode()
+        done = run_forked([*arguments, "--log-path", str(self.root)], REPOSITORY, self.environment)
+        done.check_returncode()
+        return done.stdout
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one node, to nothing else."""
@@ -180,6 +182,11 @@ class Cluster:
         for line in left:
             os.kill(int(line.split()[0]), signal.SIGKILL)
         assert not left, f"left behind: {left}\n{self.everything_said()}"
+
+    def _has_another_python(self) -> bool:
+        """Whether a variable is set that Python reads when it starts."""
+        names = {name for name in (*self.environment, *os.environ) if name.startswith("PYTHON")}
+        return any(self.environment.get(name) != os.environ.get(name) for name in names)
 
     def _forks(self) -> set[int]:
         """The servers of the forks, their forks, and the clients that stand for them."""

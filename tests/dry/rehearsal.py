@@ -1,6 +1,7 @@
 """Trains on GPUs that are not there, and prints what it took: `rehearsal.py MODEL_DIR GPUS SETTINGS`.
 
-The trainer's own code runs, but for reading files, trying kernels, and exchanging values.
+The trainer's own code runs, but for reading files, trying kernels, and exchanging values. Without arguments
+it reads them as lines of JSON, and trains for each in a fork, which saves importing torch.
 """
 
 import json
@@ -166,8 +167,19 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
         }
 
 
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), TrainerSettings(**json.loads(sys.argv[3])))))
+def rehearse(model_dir: str, gpus: str, settings: str) -> None:
+    """Print what a training took, and end this process."""
+    print(json.dumps(main(Path(model_dir), int(gpus), TrainerSettings(**json.loads(settings)))))
     sys.stdout.flush()
     os._exit(0)  # fake tensors leave nothing to take apart
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    if len(sys.argv) > 1:
+        rehearse(*sys.argv[1:])
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            rehearse(*json.loads(line))
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(1)

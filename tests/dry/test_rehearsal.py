@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def rehearsals(guard: Path) -> Iterator["subprocess.Popen[str]"]:
+    """The process that rehearses, a line for each."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.dry.rehearsal"],
+        cwd=REPOSITORY,
+        env={**os.environ, "GUARD": str(guard), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        yield process
+
+
 def make_model(path: Path, shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """A model directory of a real shape, whose weights take no room on the disk; returns their shapes."""
     import torch
@@ -91,7 +107,9 @@ def make_model(path: Path, shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_training_takes_the_memory_that_is_announced(case: str, guard: Path, tmp_path: Path) -> None:
+def test_training_takes_the_memory_that_is_announced(
+    case: str, rehearsals: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
     from coordinator.settings.loading import build, read_file
     from coordinator.start import estimate
 
@@ -102,17 +120,9 @@ def test_training_takes_the_memory_that_is_announced(case: str, guard: Path, tmp
     rank = settings.lora.rank
     adapters = rank * sum(estimate._adapted(tensors, settings.lora.targets)) if rank else 0
     announced = least_bytes(Shape.from_tensors(tensors, adapters), settings, gpus)
-    arguments = [str(tmp_path / "model"), str(gpus), settings.model_dump_json()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.dry.rehearsal", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "GUARD": str(guard), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert rehearsals.stdin and rehearsals.stdout
+    print(json.dumps([str(tmp_path / "model"), str(gpus), settings.model_dump_json()]), file=rehearsals.stdin)
+    found = json.loads(rehearsals.stdout.readline())
     print(f"{case}: {found['peak'] / 1e9:.1f} GB, announced {announced / 1e9:.1f}")
     assert 0.85 * announced <= found["peak"] <= 1.15 * announced
     assert found["loading"] <= 1.05 * found["loaded"], "weights that are frozen are halved first"

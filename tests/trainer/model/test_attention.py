@@ -13,9 +13,6 @@ import pytest
 import sympy
 import torch
 from torch import Tensor
-from torch._inductor.graph import GraphLowering
-from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, create_block_mask, create_mask
@@ -197,6 +194,10 @@ def test_blocks_of_flex_attention_show_what_the_dense_mask_shows(
 def test_flex_attention_is_told_to_take_the_kernel_that_has_no_shortest_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from torch._inductor.graph import GraphLowering  # slow to import
+    from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
+    from torch._inductor.virtualized import V
+
     asked: list[FlexKernelOptions] = []
 
     def stand_in(query: Tensor, *_: Any, **given: Any) -> Any:

@@ -19,8 +19,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from coordinator import cli, main
+from coordinator.console.commands import machine
 
-IMPORTED = (cli, main)
+IMPORTED = (cli, main, machine)
 """What a node imports first, so that its fork need not."""
 
 

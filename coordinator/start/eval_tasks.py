@@ -43,8 +43,13 @@ EvalSets = Mapping[str, EvalSet]
 
 
 def load_eval_tasks(settings: RunSettings) -> TaskSet | None:
-    """Load the tasks of --eval-tasks, or those that --tasks generates for it. Raises SettingsError."""
+    """Load the tasks of --eval-tasks, or those that --tasks generates for it, if the run ever evaluates: rows
+    may be too few for both. Raises SettingsError.
+    """
     source = settings.evaluation_tasks
+    never = settings.eval.interval == 0 and settings.rollout_split != "eval-only"
+    if settings.eval_tasks is None and never:
+        return None
     return None if source is None else _load(source, settings, settings.eval_columns, "", "eval")
 
 

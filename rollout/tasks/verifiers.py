@@ -60,7 +60,11 @@ def verifiers_tasks(text: str, *, split: Literal["train", "eval"]) -> list[dict[
         if has_splits or _is_held_out(row["key"]) == (split == "eval")
     ]
     if not tasks:
-        raise ValueError(f"{name} gives no {split} task out of {len(rows)} rows; take another split or size")
+        hint = f" (one row in {HELD_OUT} is for evaluation; eval.interval=0 needs none)"
+        raise ValueError(
+            f"{name} gives no {split} task out of {len(rows)} rows; take another split or size"
+            f"{hint if split == 'eval' and not has_splits else ''}"
+        )
     return tasks
 
 

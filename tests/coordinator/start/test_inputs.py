@@ -9,11 +9,11 @@ from safetensors.numpy import load_file
 
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import inputs, run_json, start
+from coordinator.start import eval_tasks, inputs, run_json, start
 from coordinator.start.request import StartRequest
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import embedded, vllm
-from rollout.tasks.task_set import load_tasks
+from rollout.tasks.task_set import TaskError, load_tasks
 from tests.models import make_model
 
 
@@ -36,6 +36,17 @@ def test_vllm_that_is_not_installed_is_refused_in_one_line() -> None:
 def test_node_that_starts_no_vllm_needs_none(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineAdmin, "check", lambda _admin: None)
     inputs.load_inputs(loading.build({"engine.kind": "vllm", **given}), {})
+
+
+def test_run_that_never_evaluates_needs_no_rows_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_few(_source: str, **_given: Any) -> None:
+        raise TaskError("gives no eval task out of 3 rows")
+
+    monkeypatch.setattr(eval_tasks, "load_tasks", too_few)
+    assert eval_tasks.load_eval_tasks(loading.build({"eval.interval": 0})) is None
+    for given in ({}, {"rollout_split": "eval-only", "rl_phase": "rollout", "eval.interval": 0}):
+        with pytest.raises(SettingsError, match="no eval task"):
+            eval_tasks.load_eval_tasks(loading.build(given))
 
 
 def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

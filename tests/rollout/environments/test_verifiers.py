@@ -188,6 +188,11 @@ def test_rows_become_tasks_of_which_one_in_ten_is_held_out() -> None:
     assert said == ["system: play", f"user: say {train[0]['verifiers']['data']['word']}"]
 
 
+def test_rows_too_few_to_hold_one_out_say_what_needs_none() -> None:
+    with pytest.raises(TaskError, match=r"no eval task out of 1 rows; .*eval.interval=0 needs none"):
+        load(f'{ALL},taskset.words=["two"]', "eval")
+
+
 def test_harness_that_is_called_null_can_be_named() -> None:
     (task,) = load(f"{ALL},player.harness.id=null,size=1")
     assert task["verifiers"]["config"] == {"player.harness.id": None, "size": 1}

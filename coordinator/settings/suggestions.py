@@ -8,6 +8,7 @@ ALIASES = {
     "lr_scheduler_type": "trainer.schedule",
     "lr_scheduler": "trainer.schedule",
     "num_warmup_steps": "trainer.warmup_steps",
+    "optim": "trainer.optimizer",
     "optimizer_betas": "trainer.betas",
     "adam_epsilon": "trainer.eps",
     "max_grad_norm": "trainer.clip_norm",
@@ -26,6 +27,9 @@ ALIASES = {
     "loss_type": "trainer.algorithm",
     "algo": "trainer.algorithm",
     "lora_r": "trainer.lora.rank",
+    "use_peft": "trainer.lora.rank",
+    "peft_config": "trainer.lora.rank",
+    "peft_config.r": "trainer.lora.rank",
     "lora_rank": "trainer.lora.rank",
     "lora_alpha": "trainer.lora.alpha",
     "target_modules": "trainer.lora.targets",
@@ -46,9 +50,6 @@ ALIASES = {
     "reward_fn": "rollout.reward",
     "reward_funcs": "rollout.reward",
     "env": "rollout.environment",
-    "epochs": "iterations",
-    "num_epochs": "iterations",
-    "num_train_epochs": "iterations",
     "steps": "iterations",
     "max_steps": "iterations",
     "total_steps": "iterations",
@@ -59,6 +60,7 @@ ALIASES = {
     "train_dataset": "tasks",
     "dataset_name": "tasks",
     "model_name": "model",
+    "actor_rollout_ref.model.path": "model",
     "model_name_or_path": "model",
     "save_steps": "checkpoints.keep_every",
     "save_total_limit": "checkpoints.keep_last",
@@ -105,11 +107,18 @@ ALIASES = {
     "entropy_coef": "trainer.entropy_bonus",
     "entropy_coeff": "trainer.entropy_bonus",
     "save_freq": "checkpoints.keep_every",
-    "total_epochs": "iterations",
     "total_training_steps": "iterations",
     "logger": "metrics.sinks",
     "use_wandb": "metrics.sinks",
     "use_vllm": "engine.kind",
+    "actor_rollout_ref.rollout.name": "engine.kind",
+    "torch_dtype": "trainer.compute_dtype",
+    "bf16": "trainer.compute_dtype",
+    "strategy": "trainer.layout",
+    "fsdp": "trainer.layout",
+    "deepspeed": "trainer.layout",
+    "project_name": "metrics.project",
+    "wandb_project": "metrics.project",
     "gpu_memory_utilization": "engine.args.gpu_memory_utilization",
     "vllm_gpu_memory_utilization": "engine.args.gpu_memory_utilization",
     "tensor_model_parallel_size": "engine.tensor_parallel_size",
@@ -117,6 +126,11 @@ ALIASES = {
 }
 """Settings by the names that TRL, verl and their like give to them."""
 _KL = "set both trainer.kl=k3 and trainer.kl_coefficient"
+_CRITIC = "there is no critic; trainer.advantage says what a reward is compared with"
+_EPOCHS = "give --iterations: all tasks once are their number / rollout.tasks_per_iteration"
+_HUB = "run export writes a directory for the Hub"
+_PLACE = "a run is known by its directory: --log-path DIR"
+_RESUME = "the same command again resumes a run"
 ANSWERS = {
     "beta": _KL,
     "use_kl_loss": _KL,
@@ -124,14 +138,32 @@ ANSWERS = {
     "kl_loss_coef": _KL,
     "init_kl_coef": _KL,
     "kl_tau": _KL,
+    "use_kl_in_reward": "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward",
+    "critic": _CRITIC,
+    "gamma": _CRITIC,
+    "lam": _CRITIC,
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "total_epochs": _EPOCHS,
+    "output_dir": _PLACE,
+    "default_local_dir": _PLACE,
+    "run_name": _PLACE,
+    "experiment_name": _PLACE,
+    "resume_mode": _RESUME,
+    "resume_from_checkpoint": _RESUME,
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "log_completions": "every sample is kept: run samples shows them",
+    "prompt_key": "name the column of the data: columns.messages=COLUMN",
+    "custom_reward_function": "name file and function: --reward my_rewards.py:score",
+    "reward_model": "a reward model is a server: --reward http://HOST:PORT/score",
     "reward_weights": "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5",
     "logging_steps": "every iteration is written to metrics.jsonl; run status --watch shows it",
 }
 """What to do in place of a setting of theirs that is none here, or two."""
-NEAR = 0.6
-"""How alike two spellings must be, from 0 to 1."""
-SHORT, SHORT_NEAR = 5, 0.75
-"""Of words with up to so many letters more must be the same: nobody means `gpus` with `bogus`."""
+NEAR = 0.75
+"""How alike two spellings must be, from 0 to 1: nobody means `gpus` with `bogus`."""
 SHOWN = 4
 """So many settings of a section are named."""
 
@@ -151,10 +183,11 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     word = _plain(typed)
     sections = {name.rpartition(".")[0] for name in known} - {""}
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    spellings = {**ALIASES, **leaves, **{name: name for name in (*known, *sections)}}
+    # Within a section only what follows must be alike: trainer.project_name is not trainer.betas.
+    whole = () if word.rpartition(".")[0] in sections else (*known, *sections)
+    spellings = {**ALIASES, **leaves, **{name: name for name in whole}}
     for part in (word, word.rpartition(".")[2]):
-        cutoff = NEAR if len(part) > SHORT else SHORT_NEAR
-        if near := difflib.get_close_matches(part, spellings, n=1, cutoff=cutoff):
+        if near := difflib.get_close_matches(part, spellings, n=1, cutoff=NEAR):
             return spellings[near[0]]
     return None
 
@@ -172,8 +205,9 @@ def meant(typed: str, known: Sequence[str]) -> str:
 
 
 def answer(typed: str) -> str | None:
-    """Return what to do in place of a setting of others that is none here; None for another word."""
-    return ANSWERS.get(_plain(typed).rpartition(".")[2])
+    """Return what to do in place of a setting, or a section, of others that is none here; else None."""
+    word = _plain(typed)
+    return ANSWERS.get(word.rpartition(".")[2]) or ANSWERS.get(word.partition(".")[0])
 
 
 def _plain(typed: str) -> str:

@@ -25,7 +25,10 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("batch_size", "trainer.global_batch_size"),
         ("max_new_tokens", "rollout.max_tokens"),
         ("num_generations", "rollout.samples_per_task"),
-        ("epochs", "iterations"),
+        ("trainer.project_name", "metrics.project"),
+        ("trainer.learning_rat", "trainer.learning_rate"),
+        ("actor_rollout_ref.model.path", "model"),
+        ("peft_config.r", "trainer.lora.rank"),
         ("temperature", "rollout.temperature"),
         ("--temprature", "rollout.temperature"),
         ("rollot.seed", "rollout.seed"),
@@ -53,6 +56,10 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
         ("beta", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("reward_weights", "--reward math=1"),
+        ("trainer.total_epochs", "give --iterations"),
+        ("trainer.experiment_name", "--log-path DIR"),
+        ("critic.optim.lr", "there is no critic"),
+        ("custom_reward_function.path", "--reward my_rewards.py:score"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
@@ -66,6 +73,6 @@ def test_section_is_answered_with_what_is_in_it() -> None:
     assert meant("trainer", KNOWN).endswith(", ...?")
 
 
-@pytest.mark.parametrize("typed", ["xyzzy", "--bogus", "--out"])
+@pytest.mark.parametrize("typed", ["xyzzy", "--bogus", "--out", "trainer.balance_batch", "entity"])
 def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
     assert meant(typed, KNOWN) == "run --dry-run shows all settings"

@@ -25,11 +25,11 @@ demo: install
 test: install
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist worksteal
 
-# The trainer's tests too: vLLM brings its own transformers, with which it trains on a GPU machine. A file stays
-# together, as its tests share a server.
+# The trainer's tests of what its transformers computes and writes too: with that it trains on a GPU machine. Batches
+# and jobs reach nothing but torch, which is the same release. A file stays together, as its tests share a server.
 test-vllm: $(VLLM_VENV)/.installed
 	env -u PYTHONDONTWRITEBYTECODE $(VLLM_PYTHON) -m pytest -n 2 --dist loadfile \
-		tests/engines tests/cluster/test_vllm.py tests/trainer
+		tests/engines tests/cluster/test_vllm.py $(addprefix tests/trainer/,model checkpoint update)
 
 $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.start.rank import RANK_VARIABLES
+from tests.commands import start_forked
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 200.0
@@ -32,21 +33,24 @@ class Doctors:
         **environment: str,
     ) -> subprocess.Popen[str]:
         """Start the doctor of `rank`; rank 0 reports in JSON. `patch`: Python that runs before it."""
-        script = f"import sys\n{patch}\nfrom coordinator.cli import main\nsys.exit(main())"
-        command = [*prefix, sys.executable, "-c", script, "doctor", "--log-path", str(root), *arguments]
+        words = ["doctor", "--log-path", str(root), *arguments]
         if self.nodes > 1:
-            command += ["--peers", str(self.nodes)]
-        command += ["--worker", str(rank)] if rank and not environment else ["--json"]
+            words += ["--peers", str(self.nodes)]
+        words += ["--worker", str(rank)] if rank and not environment else ["--json"]
         kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        self.started[rank] = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=kept | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        if prefix or patch:
+            script = f"import sys\n{patch}\nfrom coordinator.cli import main\nsys.exit(main())"
+            self.started[rank] = subprocess.Popen(
+                [*prefix, sys.executable, "-c", script, *words],
+                cwd=REPOSITORY,
+                env=kept | environment,
+                start_new_session=True,
+                **streams,
+            )
+        else:
+            words = ["coordinator.cli", *words]
+            self.started[rank] = start_forked(words, REPOSITORY, kept | environment, **streams)
         return self.started[rank]
 
     def report(self) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.machine.children import PROGRAMS
 from coordinator.machine.gpus import count_gpus
 from rollout.storage.retry import RETRY_S
 from tests.cluster.cluster import FAST, Cluster
-from tests.cluster.conftest import SEPARATE
 
 SLOW = ("cluster.node_timeout_s=4", "rollout.environment=tests.cluster.plugins:slow")
 
@@ -33,7 +33,6 @@ def test_nodes_whose_run_directory_is_gone_name_it_and_end(cluster: Cluster) -> 
         assert f"{cluster.root} was moved or removed" in last, last
 
 
-@SEPARATE
 @pytest.mark.skipif(
     os.geteuid() != 0 or count_gpus() > 0 or not shutil.which("nsenter"), reason="needs a mount of its own"
 )
@@ -43,7 +42,9 @@ def test_node_whose_mount_is_gone_for_a_while_comes_back(cluster: Cluster) -> No
     mount.mkdir()
     bind = f"mount --bind {share} {mount}"
     cluster.start(0, "--num-nodes", "2", "--iterations", "8", *FAST, *SLOW, root=share / "run")
-    prefix = ("unshare", "-m", "bash", "-c", f'{bind} && exec "$@"', "bash")
+    # What it would be forked from has mounts of its own.
+    prefix = ("env", *(f"--unset={name}" for name in PROGRAMS))
+    prefix += ("unshare", "-m", "bash", "-c", f'{bind} && exec "$@"', "bash")
     node = cluster.start(1, prefix=prefix, root=mount / "run")
     cluster.until(lambda: "iteration 1/" in cluster.output(0), "the first iteration")
     inside = ("nsenter", "-t", f"{node.pid}", "-m")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.imports import shared_imports
 from tests.paths import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_hour.sh"
@@ -17,7 +18,7 @@ SCRIPT = REPOSITORY / "scripts" / "gpu_hour.sh"
 def measure(out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run the script on a CPU; return its exit code, and the figures of its steps."""
     argv = ["bash", str(SCRIPT), "--device", "cpu", "--out", str(out), *arguments]
-    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **shared_imports(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     figures = json.loads((out / "gpu_hour.json").read_text())
     assert figures["device"] == "cpu" and ended.stdout.count("\n") == len(figures["steps"]), ended.stderr

@@ -31,7 +31,7 @@ SETTINGS = (
     "cluster.node_timeout_s=5",
 )
 START_S = 200.0
-"""How long three nodes and their engines may take to start; on two idle cores it is a tenth of it."""
+"""How long two nodes and their engines may take to start; on two idle cores it is a tenth of it."""
 END_S = 25.0
 """Slurm kills what is left 30 s after it asked for the end."""
 STUB = """\
@@ -155,7 +155,7 @@ class Run:
             SCRIPT,
             *("--log-path", str(root), "--iterations", str(iterations), *SETTINGS),
             cwd=REPOSITORY,
-            options=["--output", f"{root}.%j.out"],
+            options=["--nodes", "2", "--output", f"{root}.%j.out"],
             PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             XDG_CACHE_HOME=str(self._cache),
             OMP_NUM_THREADS="1",
@@ -174,9 +174,9 @@ class Run:
         return any(self.directory.trajectories("train", 1).glob("*.safetensors"))
 
     def states(self) -> tuple[str, set[str]]:
-        """Of the run, and of its three nodes."""
+        """Of the run, and of its two nodes."""
         status = run.Run(self.directory.root).status()
-        assert [node["rank"] for node in status["nodes"]] == [0, 1, 2]
+        assert [node["rank"] for node in status["nodes"]] == [0, 1]
         return status["state"], {node["state"] for node in status["nodes"]}
 
 
@@ -199,7 +199,7 @@ def test_a_requeued_run_resumes_and_scancel_leaves_no_process(
     assert len({part["epoch"] for part in manifest["parts"]}) == 2  # what was finished before, and the rest
     assert manifest["groups"] == 12
 
-    assert sum("embedded.server" in line for line in cluster.processes(job)) == 3
+    assert sum("embedded.server" in line for line in cluster.processes(job)) == 2
     cluster.scancel(job)
     cluster.poll(lambda: not cluster.processes(job), "the end of every process", END_S)
     assert cluster.until(job, "CANCELLED", restarts=1)

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from rollout.origin import Code
 SUFFIX = ".py"
 PACKAGES = ("rollout", "trainer", "coordinator")
 """Ours. The current directory may have files of these names."""
+_IMPORTING = (__file__, importlib.__file__)
 _searched: list[str] = []
 """Where this process searched for modules before it loaded code of the user's."""
 
@@ -55,9 +57,11 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         # The module that lacks a name: of `from queue import Tasks`, of `import queue; queue.Tasks`
         lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
         lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
+        is_said = isinstance(error, SyntaxError)
+        where = hidden_file(str(lacking)) or _raised_at(error) or ("" if is_said else searched)
         raise PluginError(
-            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text} "
-            f"({hidden_file(str(lacking)) or searched})"
+            f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text}"
+            f"{where and f' ({where})'}"
         ) from error
     sys.path = search_path()  # what this program imports later must be found too
     imported = getattr(module, "__file__", None) or module_name
@@ -82,6 +86,13 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"class {name!r} cannot be made without arguments: {type(error).__name__}: {error_text}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
+
+
+def _raised_at(error: Exception) -> str:
+    """Return the line of the user's module that has raised; an empty text if none was reached."""
+    lines = (frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _IMPORTING)
+    first = next((frame for frame in lines if not frame.filename.startswith("<frozen ")), None)
+    return f"{first.filename}, line {first.lineno}" if first else ""
 
 
 def module_of(name: str) -> str:

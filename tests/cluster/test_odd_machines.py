@@ -62,7 +62,8 @@ def test_a_container_that_lacks_nearly_everything_carries_a_run_and_says_so(cach
         prefix = ("unshare", "-mn", "bash", "-c", script, "bash")
         words = ["the loopback interface was down", "no semaphores", "no directory for temporary files"]
         try:
-            cluster.start(0, *FAST, "--num-nodes", "2", "--iterations", "1", role=("local",), prefix=prefix)
+            ranks = ("--num-nodes", "1", "trainer.processes_per_node=2")
+            cluster.start(0, *FAST, *ranks, "--iterations", "1", role=("local",), prefix=prefix)
             assert cluster.wait() == [0], cluster.everything_said()
             assert [text for text in words if text not in cluster.output(0)] == []
         finally:

@@ -1,8 +1,6 @@
 """Quantised weights as numbers: what is written is what the scales and the weights say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +64,13 @@ def test_numbers_are_what_weights_and_scales_say(make: Any, tmp_path: Path) -> N
     )
 
 
-def test_what_is_not_quantised_so_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_is_not_quantised_so_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_tiny_model("qwen3", tmp_path / "model")
-    argv = [sys.executable, "-P", "-m", "trainer.checkpoint.dequantise", str(model), str(tmp_path / "out")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (
-        1,
-        1,
-    ) and "quantised: no; fp8 and mxfp4" in done.stderr
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["dequantise", str(model), str(tmp_path / "out")])
+    assert dequantise.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "quantised: no; fp8 and mxfp4" in line
     assert not (tmp_path / "out").exists()

@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 """Merged experts, convolutions, biases, tied and untied heads, positions of several kinds."""
+ADAPTED = ("qwen3", "qwen3_moe")
 LAYOUTS = {"fsdp": (3, 1), "tensor": (4, 2)}
 """Ranks, and how many share a layer; 3 divides hardly any dimension."""
 
@@ -85,27 +86,24 @@ def run(models: Path, directory: Path, ranks: int, size: int) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_are_what_transformers_loads_whole(models: Path, tmp_path: Path, layout: str) -> None:
+def test_shards_are_what_transformers_loads_whole_and_adapters_are_the_same_on_every_rank(
+    models: Path, tmp_path: Path, layout: str
+) -> None:
     (tmp_path / "models").symlink_to(models / "models")
+    (tmp_path / "adapters").mkdir()
+    for name in ADAPTED if layout == "fsdp" else ():
+        (tmp_path / "adapters" / name).symlink_to(models / "models" / name)
     found = run(models, tmp_path, *LAYOUTS[layout])
+    adapters = {f"adapters/{path.name}" for path in (tmp_path / "adapters").iterdir()}
     names = {f"models/{path.name}" for path in (models / "models").iterdir()}
-    assert found[0].keys() == names
+    assert found[0].keys() == names | adapters
     refused = {name for name in names if "refused" in found[0][name]}
     assert not refused or (layout == "tensor" and len(names - refused) > 5), refused
     for rank in found:
+        assert all(rank[name]["differs"] == [] for name in adapters)
         for name in names - refused:
             assert rank[name]["differs"] == [], name
             assert rank[name]["held"] <= rank[name]["read"] < rank[name]["held"] + 5000, "and its buffers"
-
-
-def test_adapters_are_the_same_on_every_rank_and_in_every_layout(models: Path, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "adapters").mkdir()
-    for name in ("qwen3", "qwen3_moe"):
-        (tmp_path / "models" / name).symlink_to(models / "models" / name)
-        (tmp_path / "adapters" / name).symlink_to(models / "models" / name)
-    for rank in run(models, tmp_path, 2, 1):
-        assert rank["adapters/qwen3"]["differs"] == rank["adapters/qwen3_moe"]["differs"] == []
 
 
 def test_config_is_there_though_a_call_of_transformers_on_the_mount_fails(

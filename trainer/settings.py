@@ -300,5 +300,7 @@ class TrainerSettings(Settings):
             return values
         name = values.get("algorithm", "default")
         if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}")
+            meant = str(name).lower()
+            advice = f"; did you mean {meant}?" if meant in PRESETS else ""
+            raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}{advice}")
         return {**PRESETS[name](), **values}

@@ -56,7 +56,7 @@ class Messages:
         if self._identity.settings.kind == "eval":
             return "the evaluation is finished"
         more = self.resume_command(f" --iterations {2 * done}")
-        return f"the run is finished, with {done} iterations; to go on, for example: {more}"
+        return f"the run is finished, with {done} iteration{'s' * (done != 1)}; to go on, for example: {more}"
 
     def node_command(self, rank: int) -> str:
         """Return what a person types to start a node."""

@@ -64,7 +64,9 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
                     pool.call(kind, name, deadline_s=LOAD_TIMEOUT_S) if pool else describe(kind, name)
                 )
             except (CallFailed, CallLost) as error:
-                description = {"refused": f"while it is loaded: {' '.join(str(error).split())}"}
+                text = " ".join(str(error).split())
+                advice = "what a script does, put below `if __name__ == '__main__':`"
+                description = {"refused": f"while it is loaded: {text}; {advice}"}
             if "refused" in description:
                 option = f"{section}.{kind}=" if section else f"--{kind} "
                 raise SettingsError(f"{option}{name}: {description['refused']}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.origin import Code
-from rollout.plugins import PluginError, check_call, code_of, is_async, load_function, sources
+from rollout.plugins import SUFFIX, PluginError, check_call, code_of, is_async, load_function, sources
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.processes.trl_and_verl import with_our_parameters
@@ -240,6 +240,10 @@ def _resolve(name: str) -> Reward:
     if ":" not in name:
         there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
         near = difflib.get_close_matches(name, [*BUILT_IN, *IN_PROCESSES], n=1)
+        if name.endswith(SUFFIX):
+            near = [f"{name}:FUNCTION"]
+        elif "." in name:
+            near = [":".join(name.rsplit(".", 1))]
         meant = f"did you mean {near[0]}? There" if near else "there"
         raise RewardSettingError(
             f"reward {name!r}: {meant} is {there}, or give module:function or file.py:function"

@@ -326,6 +326,8 @@ def test_settings_that_are_given_win_over_the_presets() -> None:
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"algorithm=ppo: there is default, grpo, .*sft"):
         TrainerSettings(algorithm="ppo")
+    with pytest.raises(ValueError, match=r"algorithm=GRPO: .*; did you mean grpo\?"):
+        TrainerSettings(algorithm="GRPO")
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "distill", "rft", "maxrl", "gdpo"])

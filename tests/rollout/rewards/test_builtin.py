@@ -281,6 +281,8 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
             "exakt",
             "did you mean exact? There is exact, numeric, regex, length, math, reasoning_gym, code, or give",
         ),
+        ("code/mine.py", "did you mean code/mine.py:FUNCTION?"),
+        ("mine.score", "did you mean mine:score?"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
         ("{user}:constant", "a int, no function"),

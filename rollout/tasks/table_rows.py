@@ -59,6 +59,8 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[Row]:
         raise RowError(f"{source}: write {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT")
     config, split = ([None, default_split], [None, *more], more)[len(more)]
     datasets.disable_progress_bars()
+    for library in ("datasets", "huggingface_hub"):  # the log of the process has what they say: not twice
+        logging.getLogger(library).handlers.clear()
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the library, of the network, of the files: all are the user's to repair

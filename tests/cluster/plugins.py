@@ -1,6 +1,7 @@
 """A user's own code, as the cluster tests plug it in."""
 
 import asyncio
+import ctypes
 import logging.config
 import os
 import sys
@@ -45,7 +46,10 @@ async def blocking(_task: dict[str, Any], completion: str) -> float:
     if blocks := os.environ.get("BLOCKS"):
         print("blocking now", flush=True)
         if blocks == "all":
-            sum(range(10**14))
+            library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+            library.pthread_mutex_init(mutex, None)
+            for _ in range(2):  # the second time waits, whatever signal comes
+                library.pthread_mutex_lock(mutex)
         time.sleep(120)
     return await digits(_task, completion)
 

@@ -247,7 +247,10 @@ def _one_line(error: ValidationError, key: str = "") -> str:
     if first["type"] == "tuple_type":
         example = f"{key}={json.dumps([first['input']])}"
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
-    return f"{option_name(key)}={show(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    if first["input"] == []:  # KEY=
+        return f"{option_name(key)}= is empty (a variable that is not set?); give a value"
+    text = first["msg"].partition(", unable to")[0]
+    return f"{option_name(key)}={show(first['input'])}: {text[0].lower()}{text[1:]}"
 
 
 def refuse_unknown(overrides: Mapping[str, Any]) -> None:

@@ -162,7 +162,7 @@ ANSWERS = {
     "logging_steps": "every iteration is written to metrics.jsonl; run status --watch shows it",
 }
 """What to do in place of a setting of theirs that is none here, or two."""
-NEAR = 0.75
+NEAR = 0.7
 """How alike two spellings must be, from 0 to 1: nobody means `gpus` with `bogus`."""
 SHOWN = 4
 """So many settings of a section are named."""

@@ -109,6 +109,8 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
         ("cluster.num_nodes", 0, "--num-nodes=0: input should be greater than or equal to 1"),
         ("cluster.num_nodes", "x", "--num-nodes=x: input should be a valid integer"),
         ("iterations", 0, "--iterations=0: input should be greater"),
+        ("trainer.learning_rate", [], "trainer.learning_rate= is empty (a variable that is not set?)"),
+        ("rollout.reasoning_end", [], "rollout.reasoning_end= is empty (a variable that is not set?)"),
         ("eval.interval", -1, "--eval-interval=-1: input should be greater"),
         ("cluster.node_timeout_s", "soon", "--node-timeout=soon: input should be a valid number"),
         ("cluster.rejoin_timeout_s", 0, "--rejoin-timeout=0: input should be greater than 0"),

@@ -62,7 +62,7 @@ def test_setting_is_read_as_names_with_weights() -> None:
         ("exact=", "the weight '' of exact"),
         ("=1", "'=1' names no reward"),
         ("exact=1 + exact=2", "exact is there twice"),
-        ("exact=1 + exakt=2", "reward 'exakt': there is exact, numeric"),
+        ("exact=1 + exakt=2", "reward 'exakt': did you mean exact? There is exact"),
     ],
 )
 def test_setting_that_is_wrong_is_an_error_that_names_the_part(setting: str, reason: str) -> None:

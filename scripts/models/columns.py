@@ -33,15 +33,17 @@ def rows(directory: Path) -> str:
     learner = build_learner(directory, CPU, TrainerSettings(share_prompts=False))
     packing = learner.arrangement.packing
     error = _error(learner, packing)
-    return f"{learner.arrangement.apart.value if packing.several else 'one a row'}, {_small(error)}"
+    return f"{learner.arrangement.apart.value if packing.several else 'alone'}, {_small(error)}".removesuffix(
+        ", 0"
+    )
 
 
 def shared_prompts(directory: Path) -> str:
-    """Return whether prompts are shared; the largest error of a logprob then."""
+    """Return the largest error of a logprob where prompts are shared; `no` where they are not."""
     learner = build_learner(directory, CPU, TrainerSettings())
     if not learner.arrangement.packing.pairs_per_token:
         return "no"
-    return f"yes, {_small(_error(learner, Packing(learner.arrangement.packing.several, 1e6)))}"
+    return _small(_error(learner, Packing(learner.arrangement.packing.several, 1e6)))
 
 
 def sharded(directory: Path, **settings: Any) -> str:

@@ -20,7 +20,7 @@ and Phi 4 mini, and `dynamic`. No sequence of them gets that long here: for Phi 
 4096 tokens. Start a server of your own with that as `--max-model-len`.
 
 - **rows**: what keeps sequences apart that share a row ([gpus.md](gpus.md#batches)): positions, or
-  masks, or that there is one a row; and the largest error of a logprob against the sequence on its own.
+  masks, or that one is *alone* in a row; and the largest error of a logprob against the sequence on its own.
 - **shared prompts**: the same, where the prompt is computed once for several samples; *no* where it is not.
 - **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
   and of the loss. **tensor parallel**: the same, with each layer on two processes.
@@ -82,7 +82,11 @@ def _cell(cell: str, reasons: list[str]) -> str:
     if not cell.startswith(NO):
         return cell
     reason = _reason(cell)
-    return f"**no** {reason}" if reason.startswith("error ") else f"**no** ({reasons.index(reason) + 1})"
+    return (
+        f"**no** {reason.removeprefix('error ')}"
+        if reason.startswith("error ")
+        else f"**no** ({reasons.index(reason) + 1})"
+    )
 
 
 def _plain(text: str, longest: int = 240) -> str:

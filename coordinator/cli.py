@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from coordinator.console.commands.arguments import LogPath, Words, new_app, option
-from coordinator.console.commands.parse import COMMANDS, LOCAL
+from coordinator.console.commands.arguments import AllowSharedDir, LogPath, Words, new_app, option
+from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
 
 if TYPE_CHECKING:
     from coordinator.start.request import StartRequest
@@ -40,13 +40,6 @@ AcceptCodeChange = Annotated[
 ]
 OfCrew = Annotated[str | None, typer.Option("--crew", hidden=True)]
 PlacedAs = Annotated[str | None, typer.Option("--placed-as", hidden=True)]
-AllowSharedDir = Annotated[
-    bool,
-    typer.Option(
-        "--allow-shared-dir",
-        help="Take a run directory that other users own or can write; give it on every node.",
-    ),
-]
 
 
 def node(
@@ -152,6 +145,34 @@ def local(
         return run_local(children, replace(request, root=ready_machine(request.root)))
 
 
+def guest(
+    words: Words = None,
+    log_path: LogPath = Path("runs/default"),
+    name: Annotated[
+        str,
+        option("--name", metavar="NAME", help="Default: this machine's; a newer guest of it replaces it."),
+    ] = "",
+    allow_shared_dir: AllowSharedDir = False,
+) -> int:
+    """Help a run that goes on: generate with this machine for as long as you like.
+
+    Ctrl+C ends it. At SIGTERM it finishes what ends within 20 s, and leaves.
+    """
+    from coordinator.journal.streams import hold_up_nobody
+
+    request = _request(log_path, _given(words or [], None, False, {}), None, False, allow_shared_dir)
+    hold_up_nobody()
+    from rollout.processes.imports import importing
+
+    with importing():
+        from coordinator.journal import logs
+        from coordinator.main import run_guest
+        from coordinator.start.start import ready_machine
+
+    request = replace(request, root=ready_machine(request.root), guest=name)
+    return run_guest(request, logs.set_up(None))
+
+
 def _given(
     words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, Any]
 ) -> dict[str, Any]:
@@ -217,6 +238,10 @@ def _app(name: str) -> typer.Typer:
     """Make a command; options of those that start nodes come from the settings, which takes a moment."""
     if name in COMMANDS:
         return COMMANDS[name]
+    if name == GUEST:
+        app = new_app()
+        app.command(GUEST)(guest)
+        return app
     from coordinator.console.commands.help_and_completion import StartCommand
     from coordinator.console.commands.options import with_options
 
@@ -245,10 +270,10 @@ def main() -> int:
     if f"_{program.upper()}_COMPLETE" in os.environ:
         from coordinator.console.commands.help_and_completion import complete
 
-        return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, *COMMANDS)})
+        return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, GUEST, *COMMANDS)})
     arguments = sys.argv[1:]
     name = arguments[0] if arguments else ""
-    names = [name] if name in (LOCAL, *COMMANDS) else []
+    names = [name] if name in (LOCAL, GUEST, *COMMANDS) else []
     from coordinator.console.commands.typos import with_all_resets
     from coordinator.journal.control_characters import plain
     from coordinator.settings.tree import SettingsError

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.collection.provenance import refuse_changed_code
-from coordinator.directory.layout import MASTER
+from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
 from coordinator.journal.progress_reminder import FIRST_S, progress_reminders
@@ -34,10 +34,13 @@ from coordinator.protocol.placement_records import read_placement, run_dirs
 from coordinator.protocol.snapshot import Board
 from coordinator.rows.base_model import prepare_base_model
 from coordinator.rows.crews import is_finished, open_next
+from coordinator.rows.guest import Guest
 from coordinator.rows.table import run_iterations
+from coordinator.rows.visit import visit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
+from coordinator.start.guest import start_guest
 from coordinator.start.request import StartRequest
 from coordinator.start.start import Start, start_master, start_worker
 from coordinator.start.wait_for_master import PLACED
@@ -66,10 +69,12 @@ EXPECTED = (
 """Errors whose text says all there is to know; any other error is logged with its traceback."""
 
 
-def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] = run_iterations) -> int:
+def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = None) -> int:
     """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
-    node = Node(start)
+    is_guest = start.rank >= GUESTS
+    node = Guest(start) if is_guest else Node(start)
+    iterate = iterate or (visit if is_guest else run_iterations)
     prefix.follow(node.position.prefix, node.position.doing)
     try:
         node.begin()
@@ -311,3 +316,18 @@ def run_node(
             return _say(Ended(Exit.FAILED, f"{name} could not start: {error}"))
         with show(root) if leads else contextlib.nullcontext():
             return live(start, prefix)
+
+
+def run_guest(request: StartRequest, prefix: Prefix) -> int:
+    """As run_node, for a guest."""
+    with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S):
+        try:
+            share_with_group(request.root)
+            start = start_guest(request)
+        except Ended as end:
+            return _say(end)
+        except SettingsError:
+            raise
+        except EXPECTED as error:
+            return _say(Ended(Exit.FAILED, f"this guest could not start: {error}"))
+        return live(start, prefix)

@@ -137,6 +137,7 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
         iteration=iteration.number,
         epoch=node.record.epoch,
         rank=rank,
+        incarnation=node.watch.incarnation,
         row=ROWS[share.kind],
         root=str(node.run_dir.root.absolute()),
         crew=node.run_dir.crew,
@@ -148,10 +149,12 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
         engine=_engine(node, share) if generates(share) else None,
         start_model=str(model),
         claim_pause_s=node.settings.cluster.pause_bounds_s[1],
+        guest_patience_s=node.settings.cluster.node_timeout_s,
         kept=share.kept(rank),
         slots=[] if "chunks" in plan else plan["shares"][str(rank)],
         needed=plan["needed"].get(str(rank), 0) if "chunks" not in plan else 0,
         claimed=plan if "chunks" in plan else None,
+        first_part=node.first_part(),
         begun=share.begun,
         segment=share.segment,
     )
@@ -198,18 +201,19 @@ def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Ca
         iteration.waited_s[ROWS[share.kind].label] = seconds
 
     return Listener(
-        stop=node.watch.stop,
+        stop=node.row_stop(iteration.number, ROWS[share.kind]),
         slots=slots,
         verify=node.engine.check_serves,
         is_engine_lost=is_engine_lost,
         reach=node.position.reach,
         step=node.position.step,
         full=full,
-        claimed=lambda path: node.flags.leave([path]),
+        claimed=node.leave_claim,
         waited=waited,
         check_self=node.row_endings.check_self,
         others_are_done=partial(_others_are_done, node, iteration, share),
         lost=node.row_endings.say_who_is_lost,
+        guests=lambda: node.watch.guests,
     )
 
 

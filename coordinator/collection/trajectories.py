@@ -11,7 +11,7 @@ from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of
+from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of, with_guests
 from coordinator.protocol.split_slots import split_slots
 from rollout.collect import ALL_FAILED_MIN, AllGivenUp
 from rollout.origin import Origin
@@ -65,11 +65,13 @@ def split(
     it has in flight. See `plan`.
     """
     members = node.record.members
-    if node.settings.claims and len(members) > 1:
+    guests = node.guests.here() if node.settings.claims else set[int]()
+    if node.settings.claims and len(members) + len(guests) > 1:
         history = node.histories[kind]
         costs = history.costs(iteration.number, order)
         costs = {slot: costs[slot] for slot in needed if slot in costs}
-        chunks = cut(needed, costs, sorted(members), paces_of(history.paces(iteration.number)))
+        paces = with_guests(paces_of(history.paces(iteration.number)), guests)
+        chunks = cut(needed, costs, sorted({*members, *guests}), paces)
         return {**chunks.as_json(), "spare": list(spare)}
     weights = {rank: member.weight for rank, member in members.items()}
     shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
@@ -119,7 +121,11 @@ def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
     if short:
         log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
     timings = {str(rank): payload["made"] for rank, payload in payloads.items() if "made" in payload}
-    return {"short": short, "made": timings}
+    from_guests = [payload["from_guests"] for payload in payloads.values() if "from_guests" in payload]
+    for share in from_guests:
+        timings |= share["timings"]
+    named = {name: sha256 for share in from_guests for name, sha256 in share["parts"].items()}
+    return {"short": short, "made": timings, "named": named}
 
 
 def aggregate(
@@ -133,9 +139,9 @@ def aggregate(
     order: Sequence[int],
     scores: Callable[[Sequence[Group]], Mapping[str, Any]] = lambda _groups: {},
 ) -> None:
-    """Publish the manifest over the parts of `origin` that flags have named and those that are listed;
-    `totals` is what `sum_short` has returned. What it says is expected of the next iterations. `scores`: what
-    else it says of the groups.
+    """Publish the manifest over the parts of `origin` that flags have `named`, and guests, and those that are
+    listed; `totals` is what `sum_short` has returned. What it says is expected of the next iterations.
+    `scores`: what else it says of the groups.
     """
     path = node.run_dir.manifest(kind, iteration.number)
     if manifest := published.read_json(path):
@@ -146,6 +152,7 @@ def aggregate(
         log.error("%s cannot be read: it is set aside as .damaged, and made anew from the parts", path)
         once.withdraw(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, iteration.number)
+    named = {**totals["named"], **named}
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
     if kind == "train":
         _refuse_tombstones_alone(document)
@@ -154,8 +161,9 @@ def aggregate(
     costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))
     document["costs"] = {str(slot): round(cost, 4) for slot, cost in costs.items()}
     paces = carried(paces_of(history.paces(iteration.number)), paces)
-    members = node.record.members  # a rank that has left the run counts for nothing any more
-    document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in members}
+    # A rank that has left the run counts for nothing any more.
+    here = {*node.record.members, *(node.guests.here() if node.settings.claims else ())}
+    document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in here}
     history.add(iteration.number, order, document)
     if document["mixed_code"]:
         log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from coordinator.collector.guest_chunks import Contribution, FromGuests, GuestChunks, OwnChunks
 from coordinator.directory.claims import Claims
 from coordinator.protocol.chunks import Chunk, Chunks, Standing, choose
 from rollout.slots import Meter, Slot
@@ -30,13 +31,23 @@ class Claimed:
         pause_s: float,
         on_look: Callable[[], None],
         lost: Callable[[], Collection[int]] = tuple,
+        rest_of: Callable[[Chunk], tuple[list[int], Contribution]] | None = None,
+        guests: GuestChunks | None = None,
+        own_chunks: OwnChunks | None = None,
     ) -> None:
         """`kept`: how many slots the node has in flight; `again`: those it begins with; `slots_of` reads what
         a slot is; `meter` says how fast this node is; `pause_s`: the longest pause between two looks, each
-        of which calls `on_look`; `lost` says which ranks are lost.
+        of which calls `on_look`; `lost` says which ranks are lost; `rest_of` looks what a guest has left of a
+        chunk; `guests`: of the master alone, `own_chunks`: of a guest alone.
         """
         self._chunks = Chunks.from_json(plan)
-        self._spare: list[int] = list(plan["spare"])
+        self._spare: list[int] = [] if own_chunks else list(plan["spare"])
+        self._count = len(self._chunks.chunks) + len(plan["spare"])
+        self._rest_of = rest_of
+        self._guests = guests
+        self._own_chunks = own_chunks
+        self.from_guests = FromGuests()
+        """What guests have made that this node rests on."""
         self._claims = claims
         self._rank = rank
         self._slots_of = slots_of
@@ -49,10 +60,12 @@ class Claimed:
         self._work: dict[int, float] = {}
         """By slot: the expected cost of what is claimed here and has not ended."""
         self._still_since_s: float | None = None
-        self._free = list(range(len(self._chunks.chunks)))
+        self._free = {chunk: chunk for chunk in range(len(self._chunks.chunks))}
+        """The chunks that nobody has claimed, and the number by which each can be."""
         self._mine: set[int] = set()
-        """The chunks claimed here, which stay so when a newer epoch has removed the claims."""
+        """The numbers claimed here, which stay so when a newer epoch has removed the claims."""
         self._lock = asyncio.Lock()
+        self._leaves = False
         self.waited_s = 0.0
         """Seconds in which this node had nothing to make, and left to others what was free."""
         self.needed = kept + len(again)
@@ -64,7 +77,7 @@ class Claimed:
         """How many groups this node will have claimed in the end, if all are as fast as is known."""
         rate = self._chunks.rates()
         left = sum(len(self._chunks.chunks[number].slots) for number in self._free)
-        return self.needed + round(left * rate[self._rank] / sum(rate.values()))
+        return self.needed + round(left * rate.get(self._rank, 0.0) / sum(rate.values()))
 
     @property
     def has_spare(self) -> bool:
@@ -86,19 +99,24 @@ class Claimed:
         """Hear that a group has ended."""
         self._work.pop(group.slot, None)
 
+    def leave(self) -> None:
+        """Claim nothing more, and give out no slot: this guest goes when its groups in flight have ended."""
+        self._leaves = True
+        self.is_open = False
+        self.needed -= len(self._queue)
+        self._queue.clear()
+
     async def _claim(self) -> None:
         """Claim a chunk, if it is this node's turn."""
         pause_s = FIRST_PAUSE_S
-        while await self._look():
+        while await self._look() and not self._leaves:
             number = None
-            chosen = choose(self._chunks, self._rank, self._free, self._standing(), self._lost())
+            chosen = choose(self._chunks, self._rank, list(self._free), self._standing(), self._lost())
             if chosen:
-                number = await asyncio.to_thread(self._claims.take, chosen)
+                number = await asyncio.to_thread(self._claims.take, [self._free[chunk] for chunk in chosen])
             if number is not None:
-                chunk = self._chunks.chunks[number]
                 self._mine.add(number)
-                self._give(chunk, await self._slots_of(chunk.slots))
-                self.needed += len(chunk.slots)
+                await self._give(number)
                 return
             if not chosen:
                 self.waited_s += 0.0 if self._work else pause_s
@@ -108,29 +126,50 @@ class Claimed:
 
     async def _look(self) -> bool:
         """List what is claimed; returns whether anything is free."""
-        taken = self._mine | await asyncio.to_thread(self._claims.taken)
-        free = [number for number in range(len(self._chunks.chunks)) if number not in taken]
+        shown = await asyncio.to_thread(self._claims.look)
+        taken = self._mine | shown.claimed
+        numbers = {chunk: shown.number(chunk, self._count) for chunk in range(len(self._chunks.chunks))}
+        free = {chunk: number for chunk, number in numbers.items() if number not in taken}
         now_s = asyncio.get_running_loop().time()
         if self._still_since_s is None or free != self._free:
             self._still_since_s = now_s
         self._free = free
         self._on_look()
-        return bool(free)
+        if self._guests is None:
+            return bool(free)
+        others = [number for number in numbers.values() if number in taken - self._mine]
+        is_open, uncounted = await asyncio.to_thread(self._guests.look, others, shown, self.from_guests)
+        self.needed += uncounted
+        return bool(free) or is_open
 
     def _standing(self) -> Standing:
         now_s = asyncio.get_running_loop().time()
         still_s = now_s - self._still_since_s if self._still_since_s is not None else 0.0
         return Standing(sum(self._work.values()), self._meter.pace(self._costs), still_s, self._meter.width)
 
-    def _give(self, chunk: Chunk, slots: Sequence[Slot]) -> None:
-        self._queue.extend(slots)
-        self._work |= zip(chunk.slots, chunk.costs, strict=True)
+    async def _give(self, number: int) -> None:
+        """Take up the slots of a chunk that is claimed, without those that a guest has finished."""
+        chunk = self._chunks.chunks[number % self._count]
+        slots, contribution = chunk.slots, Contribution()
+        if number >= self._count and self._rest_of is not None:
+            slots, contribution = await asyncio.to_thread(self._rest_of, chunk)
+        if self._own_chunks is not None:
+            await asyncio.to_thread(self._own_chunks.begin, number, slots, contribution)
+        else:
+            self.from_guests.parts |= contribution.parts
+            self.needed += contribution.uncounted
+        if self._leaves:  # since the chunk was claimed: it is given back
+            return
+        self._queue.extend(await self._slots_of(slots))
+        costs = zip(chunk.slots, chunk.costs, strict=True)
+        self._work |= {slot: cost for slot, cost in costs if slot in slots}
+        self.needed += len(slots)
 
     async def _claim_spare(self) -> None:
         """Claim one spare slot, if any is left."""
         first = len(self._chunks.chunks)
         while self._spare:
-            taken = self._mine | await asyncio.to_thread(self._claims.taken)
+            taken = self._mine | (await asyncio.to_thread(self._claims.look)).claimed
             free = [first + k for k in range(len(self._spare)) if first + k not in taken]
             if not free:
                 self._spare = []

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
@@ -43,11 +43,19 @@ HANGS_S = 5.0
 """How long finished groups may take to become durable before a signal to this node goes first."""
 
 
+class Stop(Protocol):
+    """As threading.Event, for those who only look."""
+
+    def is_set(self) -> bool:
+        """Return whether something has ended the row."""
+        ...
+
+
 @dataclass(frozen=True)
 class Listener:
     """What the node does for its collector while that works."""
 
-    stop: threading.Event
+    stop: Stop
     """Set when something has ended the row."""
     slots: Callable[[Sequence[int]], list[dict[str, Any]]]
     """What slots are: number, task, seed and kind of each."""
@@ -71,6 +79,8 @@ class Listener:
     """Whether all other nodes have made their shares of the row."""
     lost: Callable[[], set[int]]
     """The ranks that are lost, although the row goes on."""
+    guests: Callable[[], dict[int, int]] = dict[int, int]
+    """The guests that are there, and the incarnation of each."""
 
 
 @dataclass
@@ -182,6 +192,11 @@ class CollectorHost:
             self.drop()
         return failed
 
+    def leave(self) -> None:
+        """Have a guest's collector claim nothing more; for any thread."""
+        if (box := self._box) is not None:
+            box.send({"leave": True})
+
     def flush(self, listener: Listener) -> None:
         """Have what is finished made durable; SharedFsError if that fails."""
         if self._box is None or self._child is None or self._child.poll() is not None:
@@ -241,7 +256,7 @@ class CollectorHost:
         silent = Stopwatch(1.0)
         work.heard = silent.restart
         waits = work.order.settings.completion_threshold < 1
-        lost = set[int]()
+        present = (set[int](), dict[int, int]())
         looked = Stopwatch(1.0)
         while not listener.stop.is_set():
             if looked.look() > OTHERS_S:
@@ -250,9 +265,9 @@ class CollectorHost:
                 if waits and listener.others_are_done():
                     self._box.send({"others_are_done": True})
                     waits = False
-                if (now_lost := listener.lost()) != lost:
-                    lost = now_lost
-                    self._box.send({"lost": sorted(lost)})
+                if (now_present := (listener.lost(), listener.guests())) != present:
+                    present = now_present
+                    self._box.send({"lost": sorted(present[0]), "guests": sorted(present[1].items())})
             if (ended := self._look(work, listener)) is not None:
                 return ended
             listener.is_engine_lost()

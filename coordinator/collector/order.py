@@ -62,6 +62,8 @@ class Order:
     row: int
     root: str
     """The run directory."""
+    incarnation: int
+    """Of the node's process."""
     crew: Crew
     quota: Quota
     origin: Origin
@@ -76,6 +78,8 @@ class Order:
     """The directory of the model that the run started from, for what needs only its tokenizer."""
     claim_pause_s: float
     """The longest pause between two looks at the claims."""
+    guest_patience_s: float = 30.0
+    """For how long a guest may make chunks that the master has never seen beat."""
     is_held: bool = False
     """Whether nothing is published of what is finished: it is begun before its row."""
     kept: Sequence[int] = ()

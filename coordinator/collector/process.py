@@ -23,17 +23,19 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator.collector import unfinished_samples
 from coordinator.collector.claimed_slots import Claimed
+from coordinator.collector.guest_chunks import GuestChunks, OwnChunks, Presence, rest_of
 from coordinator.collector.mailbox import COLLECTOR_BELL, Mailbox, order_path
 from coordinator.collector.making import Making
 from coordinator.collector.order import Order, describe_error
 from coordinator.directory.claims import Claims
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Collector, Stopped
@@ -90,6 +92,11 @@ class Process:
         """Whether all other nodes have made their shares of the row."""
         self._lost: list[int] = []
         """The ranks that are lost, as the node sees it."""
+        self._guests: dict[int, int] = {}
+        """The guests that are there, as the master sees it, and the incarnation of each."""
+        self._own: OwnChunks | None = None
+        """A guest's chunks."""
+        self._claimed: Claimed | None = None
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._steps = 0
@@ -113,12 +120,15 @@ class Process:
     def _hear(self, message: dict[str, Any]) -> None:
         if "order" in message:
             self._stop.clear()
-            self._others_are_done, self._lost = False, []
+            self._others_are_done, self._lost, self._guests = False, [], {}
             self._obeying = own_task(self._obey(Order.from_json(message["order"])))
         elif "others_are_done" in message:
             self._others_are_done = True
         elif "lost" in message:
-            self._lost = message["lost"]
+            self._lost, self._guests = message["lost"], dict(message["guests"])
+        elif "leave" in message:
+            if self._claimed is not None:
+                self._claimed.leave()
         elif "drop" in message:
             self._obeying = own_task(self._drop())
         elif "pause" in message:
@@ -214,7 +224,7 @@ class Process:
         making = await self._made_by(order)
         run_dir = RunDir(Path(order.root), order.crew)
         place = (order.kind, order.iteration, order.rank, order.epoch, order.origin)
-        self._writer = PartWriter(run_dir, *place, order.first_part)
+        self._writer, self._own, self._claimed = PartWriter(run_dir, *place, order.first_part), None, None
         self._counts = order.quota.counts
         collecting = own_task(self._make_all(order, run_dir, making.collector, self._writer))
         flushing = own_task(self._flush_regularly(order))
@@ -276,7 +286,12 @@ class Process:
                 self._box.send({"waited_s": source.waited_s})
         self._box.send({"reached": [counted, source.needed, tokens], "made": None})
         seconds = {str(slot): round(taken_s, 4) for slot, taken_s in collector.meter.seconds.items()}
-        return {"short": short, **({"made": [seconds, collector.meter.width]} if seconds else {})}
+        from_guests = source.from_guests if isinstance(source, Claimed) else None
+        return {
+            "short": short,
+            **({"made": [seconds, collector.meter.width]} if seconds else {}),
+            **({"from_guests": asdict(from_guests)} if from_guests and from_guests.parts else {}),
+        }
 
     async def _source(
         self, order: Order, run_dir: RunDir, collector: Collector, kept: int, again: Sequence[int]
@@ -287,14 +302,22 @@ class Process:
             return Listed(slots, len(again) + order.needed, kept)
         claims = Claims(
             run_dir, order.epoch, order.iteration, order.row, order.rank,
-            lambda path: self._box.send({"claimed": str(path)}),
+            lambda path: self._box.send({"claimed": str(path)}), order.incarnation,
         )  # fmt: skip
-        first = await self._slots_of(order, again)
-        slots_of = partial(self._slots_of, order)
-        return Claimed(
-            order.claimed, claims, order.rank, kept, first, slots_of, collector.meter, order.claim_pause_s,
-            self._step, lambda: self._lost,
+        first, counts, guests = await self._slots_of(order, again), order.quota.counts, None
+        if order.rank == MASTER:
+            presence = lambda: Presence(self._lost, self._guests)  # noqa: E731
+            guests = GuestChunks(claims, presence, order.guest_patience_s)
+        if order.rank >= GUESTS:
+            await asyncio.to_thread(claims.take_part, order.rank)
+            self._own = OwnChunks(claims, collector.meter, counts)
+        directory = run_dir.trajectories(order.kind, order.iteration)
+        self._claimed = Claimed(
+            order.claimed, claims, order.rank, kept, first, partial(self._slots_of, order), collector.meter,
+            order.claim_pause_s, self._step, lambda: self._lost,
+            lambda chunk: rest_of(chunk, directory, order.origin, counts), guests, self._own,
         )  # fmt: skip
+        return self._claimed
 
     async def _slots_of(self, order: Order, numbers: Sequence[int]) -> list[Slot]:
         """Ask the node what slots are, and read what the iteration before has made of them."""
@@ -322,9 +345,13 @@ class Process:
             return
         if (refused := await self._ask("verify", None)) is not None:
             raise EngineError(refused)
-        groups = await asyncio.to_thread(self._writer.flush)  # on a slow filesystem an fsync takes seconds
-        counted = sum(map(self._counts, groups))
-        self._box.send({"durable": [group.slot for group in groups], "counted": counted})
+        written = await asyncio.to_thread(self._writer.flush)  # on a slow filesystem an fsync takes seconds
+        if written is None:
+            return
+        if self._own is not None:
+            await asyncio.to_thread(self._own.make_durable, written)
+        counted = sum(map(self._counts, written.groups))
+        self._box.send({"durable": [group.slot for group in written.groups], "counted": counted})
 
     async def _flush_and_say(self) -> None:
         """Write what is left, for the node, which waits for it."""

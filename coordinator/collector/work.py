@@ -64,7 +64,7 @@ class Work:
             order, kept=(), again=still, slots=[slot for slot in order.slots if slot not in done],
             needed=max(0, self._needed - self.counted - tombstones - len(still)),
             given_up={slot: why for slot, why in self.given_up.items() if slot not in self.durable},
-            first_part=PARTS * self.deaths,
+            first_part=self._first_part + PARTS * self.deaths,
         )  # fmt: skip
         is_second = self.deaths > 1 and self.suspects is not None
         alone = sorted((self.suspects or set[int]()) - done) if is_second else []
@@ -77,4 +77,5 @@ class Work:
         return replace(rest, alone=alone)
 
     def __post_init__(self) -> None:
+        self._first_part = self.order.first_part
         self._needed = self.order.needed + len({*self.order.kept, *self.order.again})

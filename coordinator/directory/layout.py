@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from coordinator.settings.placement import Crew
 
@@ -13,6 +13,9 @@ FORMAT = 5
 
 MASTER = 0
 """The master's rank."""
+
+GUESTS = 1000
+"""The rank of the first guest: a machine that is in no epoch, and makes groups when it likes."""
 
 REMOVED = ".removed_"
 """Prefix of a checkpoint's name while it is being removed."""
@@ -68,17 +71,25 @@ class Flag(NamedTuple):
         return self.kind.removesuffix(DOCUMENT) not in {OK, ENTER}
 
 
+ClaimKind = Literal["c", "g", "m", "b"]
+"""c: somebody makes a chunk; g: the guest of this rank takes part; m: a guest has made all of a chunk; b: a
+chunk that a guest had claimed is back."""
+
+
 class Claim(NamedTuple):
-    """A claim's name: of a chunk of what `row` (2: training, 6: evaluation) generates."""
+    """A name in claims/: what somebody says of a chunk of what `row` (2: training, 6: evaluation)
+    generates.
+    """
 
     epoch: int
     iteration: int
     row: int
-    chunk: int
+    number: int
+    kind: ClaimKind = "c"
 
     @property
     def name(self) -> str:
-        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.row:02d}.c{self.chunk:06d}"
+        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.row:02d}.{self.kind}{self.number:06d}"
 
 
 class Record(NamedTuple):
@@ -113,7 +124,7 @@ _6 = r"(\d{6}|[1-9]\d{6,})"
 # Each number has only one spelling, so that two names never mean the same.
 _BEAT = re.compile(rf"e{_4}\.r{_4}\.n(0|[1-9]\d*)\.b{_6}", re.ASCII)
 _FLAG = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.r{_4}\.([a-z_]+|(?:ok|enter)\.json)", re.ASCII)
-_CLAIM = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.c{_6}", re.ASCII)
+_CLAIM = re.compile(rf"e{_4}\.i{_6}\.p(\d{{2}})\.([cgmb]){_6}", re.ASCII)
 _RECORD = re.compile(rf"e{_4}\.epoch\.json", re.ASCII)
 _PART = re.compile(rf"r{_4}\.e{_4}\.part{_4}\.safetensors", re.ASCII)
 _PROFILE = re.compile(rf"profile\.r{_4}\.([0-9a-f]{{8}})", re.ASCII)
@@ -134,9 +145,11 @@ def parse_protocol_name(name: str) -> Beat | Flag | Record | None:
 
 
 def parse_claim_name(name: str) -> Claim | None:
-    """Parse the name of a claim; None for any other name."""
-    match = _CLAIM.fullmatch(name)
-    return Claim(*map(int, match.groups())) if match else None
+    """Parse a name in claims/; None for any other name."""
+    if (match := _CLAIM.fullmatch(name)) is None:
+        return None
+    epoch, iteration, row, kind, number = match.groups()
+    return Claim(int(epoch), int(iteration), int(row), int(number), cast("ClaimKind", kind))
 
 
 def parse_profile_name(name: str) -> ProfileRequest | None:
@@ -195,8 +208,9 @@ class RunDir:
           e0002.i000005.p07.r0000.ok  flag: row 7 is over (.ok.json: with a document; or .failed, .lost ...)
           profile.r0001.3f9c0a1b      `run profile` asks rank 1; it is there while that command waits
         workers/                    heartbeats and flags of the others, which the master lists
-        claims/                     who makes which chunk of a rollout
+        claims/                     who makes which chunk of a rollout (directory.claims)
           e0002.i000005.p02.c000017
+        guests/r1000.json           the name of the guest that has this rank; made once
       base_model/                 builtin:tiny, made by the master
       images/<sha256>             the pictures that samples show
       train_trajectories/iteration_000005/
@@ -235,7 +249,8 @@ class RunDir:
         """Return what a person calls several nodes: `ranks 1, 2`, or `train ranks 2, 3`."""
         listed = sorted(self.machine(rank) for rank in ranks)
         crew = "" if self.crew == "main" else f"{self.crew} "
-        return f"{crew}rank{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
+        kind = "guest" if listed and listed[0] >= GUESTS else f"{crew}rank"
+        return f"{kind}{'s' if len(listed) != 1 else ''} {', '.join(map(str, listed))}"
 
     @property
     def run_json(self) -> Path:
@@ -257,6 +272,10 @@ class RunDir:
     @property
     def claims(self) -> Path:
         return self.root / "protocol" / self.crew / "claims"
+
+    @property
+    def guests(self) -> Path:
+        return self.root / "protocol" / self.crew / "guests"
 
     def protocol_of(self, rank: int) -> Path:
         """Return the directory in which a rank writes its heartbeats and flags."""
@@ -341,7 +360,8 @@ class RunDir:
         number = name.rpartition("_")[2]
         if not (number.isascii() and number.isdecimal()):
             return None
-        ranks = range(len(self.machines)) if self.machines else [int(number)]
+        is_guest = int(number) >= GUESTS
+        ranks = range(len(self.machines)) if self.machines and not is_guest else [int(number)]
         return next((rank for rank in ranks if self._node(rank) == name), None)
 
     def _node(self, rank: int) -> str:

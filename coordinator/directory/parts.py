@@ -23,6 +23,15 @@ from rollout.trajectory import Group, generated_tokens, line_for_people
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A part that was just written."""
+
+    name: str
+    sha256: str
+    groups: list[Group]
+
+
 class PartWriter:
     """Writes the finished groups of one share as immutable parts, numbered within an epoch.
 
@@ -54,17 +63,18 @@ class PartWriter:
         """Take a finished group."""
         self._waiting.append(group)
 
-    def flush(self) -> list[Group]:
-        """Write the waiting groups as a part, and return them."""
+    def flush(self) -> Written | None:
+        """Write the waiting groups as a part; returns None if there are none."""
         with self._writing:
             groups = list(self._waiting)
             if not groups:
-                return []
+                return None
             header = self._header = replace(self._header, part=self._header.part + 1)
             name = PartName(header.epoch, header.rank, header.part).name
-            files.publish(self._directory / name, encode_part(groups, header))
+            data = encode_part(groups, header)
+            files.publish(self._directory / name, data)
             del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
-            return groups
+            return Written(name, hashlib.sha256(data).hexdigest(), groups)
 
 
 @dataclass(frozen=True)

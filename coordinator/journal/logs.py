@@ -18,9 +18,11 @@ OURS = ("coordinator", "rollout", "trainer")
 class Prefix(logging.Formatter):
     """`[rank 2 it 7 train_rollout] text`, with control characters spelled: the text may be a model's."""
 
-    def __init__(self, rank: int, crew: str = "main") -> None:
+    def __init__(self, rank: int | None, crew: str = "main") -> None:
+        """`rank`: the machine's; None: of a guest."""
         super().__init__("%(message)s")
-        self._name = f"rank {rank}" if crew == "main" else f"{crew} rank {rank}"
+        name = f"rank {rank}" if rank is not None else "guest"
+        self._name = name if crew == "main" else f"{crew} {name}"
         self._where: Callable[[], str] = lambda: ""
         self._doing: Doing = lambda: ("start", "reading the tasks and the model" if rank == 0 else "starting")
         self._file: _File | None = None
@@ -82,8 +84,8 @@ def is_for_people(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or not is_installed or record.name.partition(".")[0] in OURS
 
 
-def set_up(rank: int, crew: str = "main") -> Prefix:
-    """Log to stderr, each line with the prefix that is returned. The rank is the machine's."""
+def set_up(rank: int | None, crew: str = "main") -> Prefix:
+    """Log to stderr, each line with the prefix that is returned. The rank is the machine's; None: a guest."""
     prefix = Prefix(rank, crew)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(prefix)

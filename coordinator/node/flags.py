@@ -93,8 +93,10 @@ class Flags:
 
     def tell(self, kind: str, text: str, **more: Any) -> None:
         """Raise a call (failed, left, stopped, gave_up ...) where the others look: in the present epoch.
-        A worker in no epoch complains instead.
+        A worker in no epoch complains instead; a guest tells nobody.
         """
+        if self._identity.is_guest:
+            return
         current = self._watch.current or self._watch.newest_record()
         if current is None:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import MASTER
+from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings.tree import RunSettings
@@ -42,6 +42,11 @@ class Identity(Start):
     def is_master(self) -> bool:
         """Whether this node decides."""
         return self.rank == MASTER
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this node is in no epoch: nobody waits for it, and it ends nobody."""
+        return self.rank >= GUESTS
 
     @property
     def leads_run(self) -> bool:

@@ -277,7 +277,9 @@ class Joining:
     # ---- a worker
 
     def pend(self) -> EpochRecord:
-        """Beat in the newest epoch until a full record lists this incarnation; returns that record."""
+        """Beat in the newest epoch until a full record lists this incarnation; returns that record. No record
+        lists a guest, which takes any.
+        """
         watch, rank = self._watch, self._identity.rank
         watch.leave()
         self._position.move("pending", waiting_for=[MASTER])
@@ -295,7 +297,7 @@ class Joining:
                 watch.heart.beat(announced)
             member = newest.members.get(rank)
             mine = member is not None and member.incarnation == watch.incarnation
-            return newest if newest.kind == "full" and mine else None
+            return newest if newest.kind == "full" and (mine or self._identity.is_guest) else None
 
         started_s = time.monotonic()
         asks_s = 0.0
@@ -311,7 +313,9 @@ class Joining:
                     raise self._row_endings.superseded()
                 if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
                     self._say_if_unseen()
-            waited_s = self._failure_policy.left_out_s(waited_s, watch.silence.silent_s.get(MASTER, 0.0))
+            silent_s = watch.silence.silent_s.get(MASTER, 0.0)
+            waited_s = self._failure_policy.left_out_s(waited_s, silent_s)
+            waited_s = silent_s if self._identity.is_guest else waited_s
             if waited_s > self._cluster.rejoin_timeout_s:
                 me = self._identity.name
                 text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"

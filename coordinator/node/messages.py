@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 
-from coordinator.directory.layout import MASTER, Flag
+from coordinator.directory.layout import GUESTS, MASTER, Flag
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
@@ -32,6 +32,8 @@ class Messages:
     def repair(self, rank: int | None = None) -> str:
         """Return the sentence that says how to go on; for `rank` alone, where the others hold for it."""
         me = self._identity
+        if me.is_guest:
+            return f"To bring it back, on that machine: {self.node_command(me.rank)}"
         holds = failure_policy(me.settings.cluster.on_node_failure).holds
         if rank is not None and me.run_dir.machine(rank) != MASTER and holds:
             return f"To bring it back, on that machine: {self.node_command(rank)}"
@@ -60,6 +62,8 @@ class Messages:
 
     def node_command(self, rank: int) -> str:
         """Return what a person types to start a node."""
+        if rank >= GUESTS:
+            return f"run guest --log-path {self._path}"
         machine = self._identity.run_dir.machine(rank)
         return f"run --worker {machine} --log-path {self._path}" if machine else self.master_command()
 

@@ -5,10 +5,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from filelock import BaseFileLock
 
-from coordinator.collector.host import CollectorHost
+from coordinator.collector.host import CollectorHost, Stop
 from coordinator.directory import claims
 from coordinator.directory.background import Background
 from coordinator.directory.history import History
@@ -28,6 +29,7 @@ from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.flags import Flags, Payload
+from coordinator.node.guests import Guests
 from coordinator.node.hanging import end_children_if_calls_hang
 from coordinator.node.identity import Identity
 from coordinator.node.iteration import Iteration
@@ -99,6 +101,7 @@ class Node:
         """The last iteration whose line was logged here, where another crew writes them."""
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
+        self.guests = Guests(run_dir, self.watch)
         self.kept: dict[int, Payload] = {}
         """By rank, what the nodes of this epoch have said of what they have in flight."""
         # ---- what is published
@@ -212,6 +215,18 @@ class Node:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
 
+    def row_stop(self, _iteration: int, _row: Phase) -> Stop:
+        """Return what says that a row has ended for this node."""
+        return self.watch.stop
+
+    def first_part(self) -> int:
+        """Return the number behind which the parts of a share are numbered."""
+        return 0
+
+    def leave_claim(self, path: Path) -> None:
+        """Take a file of a row's claims: it is removed when the row is over."""
+        self.flags.leave([path])
+
     def _interrupt(self, number: int) -> None:
         """End at a signal; called in a thread of its own."""
         self.watch.interrupt(number)
@@ -239,6 +254,10 @@ class Node:
             self.kept = self.flags.payloads(self.flags.wait_members(0, 0), kept)
             self.flags.leave(claims.left_over(self.run_dir, record.epoch))
             self.flags.leave(half_pictures(self.run_dir))
+        self.hold_rank()
+
+    def hold_rank(self) -> None:
+        """Be the only process of this rank on this machine; an older one ends."""
         if self._lock is None:
             run = name_of_run(self.run_dir.run_json, self.identity.run_id)
             crew = "" if self.run_dir.crew == "main" else f".{self.run_dir.crew}"

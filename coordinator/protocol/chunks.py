@@ -200,6 +200,13 @@ def cut(
     return Chunks(chunks + _decreasing(order[begin:], cost), first, dict(paces))
 
 
+def with_guests(paces: Mapping[int, Pace], guests: Collection[int]) -> dict[int, Pace]:
+    """Return paces also for `guests` that are not measured yet: they count as the slowest rank."""
+    slowest = min(paces.values(), key=lambda pace: pace.rate, default=None)
+    new = {guest: slowest for guest in guests if guest not in paces and slowest is not None}
+    return {**paces, **new}
+
+
 def pace_of(rank: int, paces: Mapping[int, Pace]) -> float:
     """Return the cost a second of one group on `rank`, an average one if it is not known."""
     if rank in paces:
@@ -256,8 +263,14 @@ def choose(
     A rank takes no chunk that it would finish later than the others could if they first made all else that
     is free. For as long as nobody claims anything they are believed to be slower by that time: so every
     chunk is taken in the end, whatever has become of the others. Those that are `lost` get nothing.
+
+    A guest of which the plan knows nothing begins at the end of the list, and counts as slow until its first
+    group has ended.
     """
     rate = {other: speed for other, speed in chunks.rates().items() if other == rank or other not in lost}
+    is_stranger = rank not in chunks.first
+    if is_stranger:
+        rate[rank] = me.pace * me.width if me.pace else min(rate.values(), default=1.0)
     whole = sum(chunk.work for chunk in chunks.chunks)
     share = rate[rank] / sum(rate.values()) * whole
     if rank not in chunks.paces and me.pace is None:
@@ -267,10 +280,14 @@ def choose(
         more = me.open_work + chunk.work
         return not me.open_work or (me.open_work < share and more <= share + chunk.dearest)
 
-    ordered = [number for number in free if number >= chunks.first[rank]]
-    ordered += [number for number in free if number < chunks.first[rank]]
+    first = chunks.first.get(rank, 0)
+    ordered = [number for number in free if number >= first]
+    ordered += [number for number in free if number < first]
+    if is_stranger:
+        ordered.reverse()
     ordered = [number for number in ordered if has_room(chunks.chunks[number])]
-    pace = me.pace or pace_of(rank, chunks.paces)
+    slowest = min((pace.per_group for pace in chunks.paces.values()), default=1.0)
+    pace = me.pace or (slowest if is_stranger else pace_of(rank, chunks.paces))
     others = {other: speed for other, speed in rate.items() if other != rank}
     if not chunks.paces.keys() & others.keys():
         return ordered

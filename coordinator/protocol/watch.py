@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.directory.layout import MASTER, Flag, RunDir
+from coordinator.directory.layout import GUESTS, MASTER, Flag, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
@@ -204,8 +204,8 @@ class Watch:
             self.board = board = parse(names, self.board)
             if self.heart.is_back(board):
                 self.fence.beat_is_back()
-            ranks = self._judged(self.current) if self.current else board.beats
-            self.silence.observe(board, ranks, self._looked_s)
+            judged = self._judged(self.current) if self.current else board.beats
+            self.silence.observe(board, {*judged, *_guests_on(board)}, self._looked_s)
             newest = self.records.newest(board.records, wait=False)
             if self.current is not None:
                 self._look_for_late_names(before, self._looked_s - before_s)
@@ -286,6 +286,13 @@ class Watch:
         if verdict is not None and verdict.rank is not None and verdict.event in LOSSES:
             lost.add(verdict.rank)
         return lost
+
+    @property
+    def guests(self) -> dict[int, int]:
+        """The guests that beat, as the master sees them, and the incarnation of each."""
+        limit_s, silent_s, board = self._cluster.node_timeout_s, dict(self.silence.silent_s), self.board
+        beating = {rank for rank in _guests_on(board) if silent_s.get(rank, 0.0) < limit_s}
+        return {rank: board.beats[rank].incarnation for rank in sorted(beating)}
 
     @property
     def held(self) -> Verdict | None:
@@ -396,6 +403,10 @@ class Watch:
         observed = {rank: round(s, 1) for rank, s in self.silence.so_far(time.monotonic()).items()}
         listings = {"listings": facts} if (facts := self.listings.facts()) else {}
         return {**self._describe(), **listings, **({"silent_s": observed} if self.rank == MASTER else {})}
+
+
+def _guests_on(board: Board) -> set[int]:
+    return {rank for rank in board.beats if rank >= GUESTS}
 
 
 def _look_interval_s(cluster: ClusterSettings) -> float:

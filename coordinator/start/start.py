@@ -158,7 +158,7 @@ def start_master(request: StartRequest, placement: Placement | None = None) -> S
     settings = with_save_interval(checked.settings, run)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
-    start = _begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)
+    start = begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)
     return replace(start, overrides=checked.overrides, changes=checked.changes)
 
 
@@ -207,7 +207,7 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> S
             text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
             report_failed_start(run_dir, master_record.epoch, rank, host, text)
         raise
-    start = _begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
+    start = begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
     return replace(start, followed_epoch=master_record.epoch)
 
 
@@ -285,9 +285,10 @@ def ready_machine(root: Path) -> Path:
     return link
 
 
-def _begin(
+def begin(
     rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs, of_run: RunSettings
 ) -> Start:
+    """Return what START has found out about the node of a rank."""
     board = whole_board(run_dir)
     newest = Records(run_dir).newest(board.records)
     listed = newest.members[rank].incarnation if newest and rank in newest.members else 0

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
-from coordinator.protocol.chunks import Chunks, Made, Pace, Standing, choose, cut, measured
+from coordinator.protocol.chunks import Chunk, Chunks, Made, Pace, Standing, choose, cut, measured
 from coordinator.protocol.split_slots import split_slots
 from rollout.storage import files
 
@@ -67,7 +67,7 @@ class Rollout:
     claimed: int = 0
 
     def __post_init__(self) -> None:
-        self.nodes = [SimulatedNode(rank, speed) for rank, speed in enumerate(self.speeds)]
+        self.nodes = {rank: SimulatedNode(rank, speed) for rank, speed in enumerate(self.speeds)}
         self._numbers = count()
         self._events: list[tuple[float, int, int, int | None, float]] = []
         self._still_since_s = 0.0
@@ -85,11 +85,11 @@ class Rollout:
 
     def made(self) -> dict[int, Made]:
         """Return what the nodes have measured."""
-        return {node.rank: Made(node.seconds, self.at_once) for node in self.nodes}
+        return {rank: Made(node.seconds, self.at_once) for rank, node in self.nodes.items()}
 
     def _run(self, chunks: Chunks | None, claims: Mapping[int, Claims]) -> float:
-        for node in self.nodes:
-            self._at(0.0, node.rank, None)
+        for rank in range(len(self.speeds)):
+            self._at(0.0, rank, None)
         if self.halves is not None:
             self._at(self.ideal_s / 2, self.halves, -1)
         end_s = 0.0
@@ -121,19 +121,25 @@ class Rollout:
         return end_s
 
     def _claim(self, node: SimulatedNode, now_s: float, chunks: Chunks, claims: Claims) -> bool:
-        taken = claims.taken()
-        free = [number for number in range(len(chunks.chunks)) if number not in taken]
+        shown, each = claims.look(), len(chunks.chunks)
+        numbers = {chunk: shown.number(chunk, each) for chunk in range(each)}
+        free = {chunk: number for chunk, number in numbers.items() if number not in shown.claimed}
         me = Standing(node.open_work, node.pace, now_s - self._still_since_s, self.at_once)
-        number = claims.take(wanted) if (wanted := choose(chunks, node.rank, free, me)) else None
+        wanted = choose(chunks, node.rank, list(free), me)
+        number = claims.take([free[chunk] for chunk in wanted]) if wanted else None
         if number is None:
             if free:
                 self._at(now_s + LOOK_S * self.ideal_s, node.rank, None)
             return False
         self.claimed += 1
         self._still_since_s = now_s
-        node.queue.extend(chunks.chunks[number].slots)
-        node.open_work += chunks.chunks[number].work
+        self.give(node, number, chunks.chunks[number % each])
         return True
+
+    def give(self, node: SimulatedNode, _number: int, chunk: Chunk) -> None:
+        """Let a node have the slots of a chunk that it has claimed."""
+        node.queue.extend(chunk.slots)
+        node.open_work += chunk.work
 
     def _at(self, when_s: float, rank: int, slot: int | None, begun_s: float = 0.0) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), rank, slot, begun_s))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coordinator.console.commands.options import docstrings
-from coordinator.console.commands.parse import COMMANDS, LOCAL
+from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.protocol.records import Given, claim
 from coordinator.settings.loading import OPTIONS, build, flatten
@@ -159,17 +159,17 @@ def test_help_lists_the_commands_a_line_each_within_80_columns(run: Run) -> None
     text = run("--help", env={"COLUMNS": "80"}).stdout
     assert max(map(len, text.splitlines())) <= 80
     listed = re.findall(r"^  run ([\w-]+) +\w", text[: text.index("Options:")], re.MULTILINE)
-    assert sorted(listed) == sorted([LOCAL, *COMMANDS])
+    assert sorted(listed) == sorted([LOCAL, GUEST, *COMMANDS])
 
 
-@pytest.mark.parametrize("name", ["", LOCAL, *COMMANDS])
+@pytest.mark.parametrize("name", ["", LOCAL, GUEST, *COMMANDS])
 def test_usage_of_a_command_is_its_own(run: Run, name: str) -> None:
     ended = run(*name.split(), "--help")
     assert ended.stdout.startswith(f"Usage: run {name}".rstrip() + " [OPTIONS]"), ended.stderr
 
 
 COMPLETED = [
-    ("run ", {LOCAL, *COMMANDS}),
+    ("run ", {LOCAL, GUEST, *COMMANDS}),
     ("run sta", {"status"}),
     ("run status --j", {"--json"}),
     ("run local --iter", {"--iterations"}),

@@ -33,6 +33,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import (
     DOCUMENT,
     ENTER,
+    GUESTS,
     MASTER,
     OK,
     REMOVED,
@@ -84,7 +85,7 @@ class Invariants:
         """Who raised each flag, as which incarnation. Here a flag is the same with and without a document."""
         self._waited: dict[tuple[Crew, Flag], set[int]] = {}
         """The ranks that have gone on at each flag."""
-        self._claimed: dict[tuple[Crew, Claim], Process] = {}
+        self._claimed: dict[tuple[Crew, Claim], NodeProcess] = {}
         """Who has claimed each chunk."""
         self._entered_s: dict[tuple[Crew, int], float] = {}
         """When the last member of an epoch raised `enter`."""
@@ -193,6 +194,7 @@ class Invariants:
         slots = {group.slot for group in groups}
         for (where, other), (_, _, theirs) in self._parts.items():
             is_same = where == str(path.parent) and other.epoch == name.epoch and other.rank != name.rank
+            is_same = is_same and max(other.rank, name.rank) < GUESTS  # one that is silent may come back
             if is_same and slots & theirs and name.epoch >= max(epoch for _, epoch in self._entered_s):
                 self._violate(process, f"makes {sorted(slots & theirs)} again, which {other.name} has")
         self._check_is_open(process, path, parse_iteration_name(path.parent.name))
@@ -295,12 +297,26 @@ class Invariants:
         """A chunk is claimed by one process, of the epoch that it says."""
         record = self._record(crew, claim.epoch)
         assert isinstance(process, NodeProcess)
+        if process.rank >= GUESTS or claim.kind != "c":
+            self._check_guest(process, crew, claim)
+            return
         member = record.members.get(process.rank) if record else None
         if member is None or member.incarnation != process.incarnation:
             self._violate(process, f"claims {claim.name}, of an epoch in which it is not")
         self._check_is_open(process, self._run_dir.claims / claim.name, claim.iteration)
         if self._claimed.setdefault((crew, claim), process) is not process:
             self._violate(process, f"claims {claim.name}, which is another's")
+
+    def _check_guest(self, process: NodeProcess, crew: Crew, claim: Claim) -> None:
+        """A guest claims what is free, and says what it has made; the master alone gives back for others."""
+        owner = self._claimed.get((crew, claim._replace(kind="c")))
+        if claim.kind == "c" and self._claimed.setdefault((crew, claim), process) is not process:
+            self._violate(process, f"claims {claim.name}, which is another's")
+        if claim.kind == "m" and owner not in {process, None}:  # None: it is removed, in a newer epoch
+            self._violate(process, f"says {claim.name}, and the chunk is not its own")
+        is_masters = process.rank == MASTER and owner is not None and owner.rank >= GUESTS
+        if claim.kind == "b" and owner not in {process, None} and not is_masters:
+            self._violate(process, f"gives back {claim.name}, and the chunk is not its own")
 
     def _durable(self, kind: Kind, iteration: int, entered_s: float) -> set[int]:
         """The slots that were finished when the nodes entered an epoch."""

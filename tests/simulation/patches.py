@@ -29,7 +29,7 @@ from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.rows import base_model
 from coordinator.settings.tree import RunSettings
-from coordinator.start import functions
+from coordinator.start import functions, guest
 from coordinator.start import start as start_module
 from coordinator.start.functions import describe
 from coordinator.start.inputs import Inputs, load_inputs
@@ -130,7 +130,8 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(main, "announcement", lambda *_: [])
     patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda _record: None))
     patch.setattr(node, "end_children_if_calls_hang", lambda *_: None)
-    patch.setattr(main, "Node", lambda start: cast(Any, machines.scheduler.process).become(start))
+    for kind_of_node in ("Node", "Guest"):
+        patch.setattr(main, kind_of_node, lambda start: cast(Any, machines.scheduler.process).become(start))
     patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
     patch.setattr(engine, "host_lock", lambda _name: nullcontext(), raising=False)
@@ -146,7 +147,8 @@ def _own_directory(machines: Machines) -> Path:
 def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     """What is slow to make or to load."""
     patch.setattr(base_model, "_from_cache", lambda _node: model)
-    patch.setattr(start_module, "load_inputs", _load_inputs_once)
+    for module in (start_module, guest):
+        patch.setattr(module, "load_inputs", _load_inputs_once)
     loader = SimpleNamespace(call=lambda kind, name, deadline_s: describe(kind, name), close=lambda: None)
     patch.setattr(functions, "ProcessPool", lambda *_, **_more: loader)
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.collection import trajectories
 from coordinator.collector import claimed_slots as claimed
 from coordinator.directory import claims as claims_of_a_row
-from coordinator.directory.claims import TRIES, Claims
+from coordinator.directory.claims import TRIES, Claims, Shown
 from coordinator.node import node
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
@@ -74,24 +74,24 @@ def test_nodes_that_never_see_the_claims_of_others_try_each_chunk_once(
 
 def every_epochs_claims_count(patch: pytest.MonkeyPatch) -> None:
     """A chunk that was claimed before an epoch is made by nobody."""
-    real = Claims.taken
+    real = Claims.look
 
-    def taken(claims: Claims) -> set[int]:
+    def look(claims: Claims) -> Shown:
         epoch, iteration, row = claims._row
         found: set[int] = set()
         for older in range(1, epoch + 1):
             claims._row = (older, iteration, row)
-            found |= real(claims)
+            found |= real(claims).claimed
         claims._row = (epoch, iteration, row)
-        return found
+        return Shown(found, set(), set(), set())
 
-    patch.setattr(Claims, "taken", taken)
+    patch.setattr(Claims, "look", look)
     patch.setattr(node.claims, "left_over", lambda *_: [])  # else there are none when it matters
 
 
 def a_chunk_is_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Claims, "take", lambda _claims, chunks: chunks[0])
-    patch.setattr(Claims, "taken", lambda claims: set(range(claims_made(claims))))
+    patch.setattr(Claims, "look", lambda claims: Shown(set(range(claims_made(claims))), set(), set(), set()))
 
 
 def claims_made(claims: Any) -> int:

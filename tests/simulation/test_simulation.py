@@ -47,6 +47,7 @@ def run(
     patch: Callable[..., None] | None = None,
     has_links: bool = True,
     trainers: int = 0,
+    guests: int = 0,
     **options: Any,
 ) -> str:
     """A run to its end; the policy that it came to. AssertionError if anything was not as it must be."""
@@ -55,7 +56,7 @@ def run(
     try:
         settings = {key.replace("__", "."): value for key, value in options.items()}
         world = World(root, nodes, seed, settings, trainers)
-        world.disk.has_links = has_links
+        world.disk.has_links, world.guests = has_links, guests
         invariants = Invariants(world)
         world.patches += [patch] if patch else []
         world.run(Injector(world, happens).are_over)

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from coordinator import main
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phases import Phase
 from coordinator.protocol.placement_records import Placement
+from coordinator.rows import visit
+from coordinator.rows.guest import Guest
 from coordinator.settings.placement import Crew
 from coordinator.start.request import StartRequest
 from coordinator.start.start import Start
@@ -75,7 +77,7 @@ class NodeProcess(Process):
 
     def become(self, start: Start) -> Node:
         """In place of `Node`: makes the node of this process."""
-        self.node = Node(start)
+        self.node = Guest(start) if start.rank >= GUESTS else Node(start)
         return self.node
 
     def follow(self, where: Callable[[], str], doing: Callable[[], object]) -> None:
@@ -115,6 +117,8 @@ class World:
         """When the last fault was over."""
         self.allowed = {Exit.DONE, Exit.SUPERSEDED}
         """Exit codes that processes may end with."""
+        self.guests = 0
+        """Machines that come as guests."""
         self.patches: list[Callable[[pytest.MonkeyPatch], None]] = []
         """Further ones, for the time of the run."""
         self._numbers = itertools.count(1)
@@ -150,6 +154,12 @@ class World:
         """Start a process of a machine."""
         number = next(self._numbers)
         offset_s = self.scheduler.random.uniform(0.0, 1e6)
+        if machine >= GUESTS:
+            process = NodeProcess(f"guest {machine} ({number})", f"host-{machine}-{number}", offset_s,
+                                  rank=machine, machine=machine)  # fmt: skip
+            self.processes.append(process)
+            self.scheduler.spawn(process, partial(self._visit, process))
+            return
         crew, rank = self.crew_of(machine)
         name = f"{'rank' if crew == 'main' else crew} {rank} ({number})"
         process = NodeProcess(name, f"host-{machine}-{number}", offset_s, rank=rank, machine=machine)
@@ -167,6 +177,15 @@ class World:
         process.code = main.run_node(request, prefix)
         self.tell(f"{process.name} ends with {process.code}")
         if process.code not in self.allowed:
+            self.scheduler.violate(f"{process.name} ended with exit code {process.code}")
+
+    def _visit(self, process: NodeProcess) -> None:
+        """The life of a guest: no code of its own is a fault of the run."""
+        request = StartRequest(self.run_dir.root, guest=f"guest {process.machine}")
+        prefix: Any = process
+        process.code = main.run_guest(request, prefix)
+        self.tell(f"{process.name} ends with {process.code}")
+        if process.code not in {Exit.DONE, Exit.SUPERSEDED, Exit.INTERRUPTED, Exit.LOST}:
             self.scheduler.violate(f"{process.name} ended with exit code {process.code}")
 
     def kill(self, process: NodeProcess) -> None:
@@ -245,6 +264,9 @@ class World:
         for machine in range(self.nodes):
             delay_s = self.scheduler.random.uniform(0.0, 2.0)
             self.scheduler.at(self.scheduler.now_s + delay_s, partial(self.start, machine))
+        for guest in range(GUESTS, GUESTS + self.guests):
+            delay_s = self.scheduler.random.uniform(0.0, 8.0)
+            self.scheduler.at(self.scheduler.now_s + delay_s, partial(self.start, guest))
         self.scheduler.at(self.scheduler.now_s + OPERATOR_S, operate)
         with self._patched():
             try:
@@ -273,6 +295,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patches.put_under(patch, self.machines, self._model)
             patch.setattr(Node, "step", self._watched_step(Node.step))
+            patch.setattr(visit, "_make", self._watched_visit(visit._make))
             for further in self.patches:
                 further(patch)
             yield
@@ -285,6 +308,15 @@ class World:
             real(node, iteration, phase, *args, **more)
 
         return step
+
+    def _watched_visit(self, real: Callable[..., None]) -> Callable[..., None]:
+        def make(guest: Any, iteration: Iteration, row: Phase, *args: Any) -> None:
+            process = self.scheduler.process
+            assert isinstance(process, NodeProcess)
+            process.place = max(process.place, (iteration.number, int(row)))
+            real(guest, iteration, row, *args)
+
+        return make
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

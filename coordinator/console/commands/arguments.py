@@ -44,6 +44,13 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Any setting by its dotted name.", autocompletion=_settings),
 ]
+AllowSharedDir = Annotated[
+    bool,
+    typer.Option(
+        "--allow-shared-dir",
+        help="Take a run directory that other users own or can write; give it on every node.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Deadline = Annotated[
     float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")

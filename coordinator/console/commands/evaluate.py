@@ -184,8 +184,8 @@ def _run(log_path: Path, overrides: Mapping[str, Any]) -> int:
 
 def as_typed(line: str) -> str:
     """Return a line of the node with what was typed in place of the set that stands for --eval-tasks."""
-    own = f"eval.sets.{OWN}."
-    return line.replace(f"{own}tasks=", "--eval-tasks ").replace(f"{own}columns.", "eval.columns.")
+    prefix = f"eval.sets.{OWN}."
+    return line.replace(f"{prefix}tasks=", "--eval-tasks ").replace(f"{prefix}columns.", "eval.columns.")
 
 
 def _with_interval(scores: Mapping[str, Any]) -> dict[str, Any]:

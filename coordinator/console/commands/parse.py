@@ -3,11 +3,12 @@
 from coordinator.console.commands import parse_before_after, parse_inspect, parse_server, parse_start
 
 COMMANDS = {**parse_start.APPS, **parse_inspect.APPS, **parse_before_after.APPS, **parse_server.APPS}
-LOCAL = "local"
+LOCAL, GUEST = "local", "guest"
 GROUPS = {
     "Start all nodes with one command": {
         LOCAL: "all nodes on this machine",
         "launch": "a node on each of several hosts, over ssh, or of a Ray cluster",
+        GUEST: "help a run that goes on with this machine, for as long as you like",
         "with-ray": "a Ray cluster for one command, with MASTER_ADDR",
     },
     "Look at a run": {

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from coordinator.console.views.heartbeats import heartbeat_values
-from coordinator.directory.layout import MASTER, Beat, RunDir
+from coordinator.directory.layout import GUESTS, MASTER, Beat, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.liveness import Silence
@@ -109,6 +109,8 @@ class Seen:
         ranks = range(len(self.run_dir.machines) or self.settings.cluster.num_nodes)
         nodes = [self._node(rank) for rank in ranks]
         self._add_complaints(nodes)
+        guests = [self._node(rank) for rank in sorted(self.board.beats) if rank >= GUESTS]
+        nodes += [guest for guest in guests if guest["state"] == "alive"]
         master, state = self.master, self.state
         phase = master.get("phase", "") or master.get("state", "")
         awaited = [MASTER] if MASTER in self.gone else master.get("waiting_for", [])
@@ -135,7 +137,7 @@ class Seen:
             "work": self._work(nodes),
             "waiting_s": float(since_s) if state in GOING else 0.0,
             "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
-            "num_nodes": len(nodes),
+            "num_nodes": len(ranks),
             "nodes": nodes,
         }
 
@@ -193,8 +195,10 @@ class Seen:
         }
 
     def _weight(self, machine: int) -> float:
-        """Return the weight of a machine that has no part in an epoch yet."""
+        """Return the weight of a machine that has no part in an epoch yet; a guest has none."""
         cluster = self.settings.cluster
+        if machine >= GUESTS:
+            return 0.0
         return cluster.weight(machine) if machine < cluster.num_nodes else 1.0
 
 

@@ -34,6 +34,7 @@ def node(tmp_path: Path) -> Any:
         identity=SimpleNamespace(newest_epoch=1),
         record=record,
         kept={},
+        guests=SimpleNamespace(here=set[int]),
         histories={"train": History(run_dir, "train")},
         settings=SimpleNamespace(
             claims=False, rollout=settings.rollout, eval=settings.eval, engine=settings.engine
@@ -128,19 +129,25 @@ def test_a_node_alone_claims_nothing(node: Any, iteration: Iteration) -> None:
     node.record.members = {0: SimpleNamespace(weight=1.0)}
     plan = trajectories.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
     assert plan["shares"] == {"0": [0, 1, 2]}
+    node.guests.here = lambda: {1000}
+    plan = trajectories.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
+    assert plan["first"].keys() == {"0", "1000"}, "a guest is there"
 
 
 def test_what_the_nodes_have_made_is_joined() -> None:
     made = [{"7": 3.5}, 4]
     said = {0: {"short": 0, "made": made}, 1: {"short": 0}}
     assert trajectories.sum_short({"short": 0}, said)["made"] == {"0": made}
+    said[0]["from_guests"] = {"parts": {"r1000": "sha"}, "timings": {"1000": made}}
+    totals = trajectories.sum_short({"short": 0}, said)
+    assert totals == {"short": 0, "made": {"0": made, "1000": made}, "named": {"r1000": "sha"}}
 
 
 def test_groups_given_up_by_all_nodes_together_end_the_run_as_those_of_one(
     node: Any, iteration: Iteration
 ) -> None:
     finish(node, *map(tombstone, range(4)))
-    totals, directory = {"short": 0, "made": {}}, node.run_dir.trajectories("train", 1)
+    totals, directory = {"short": 0, "made": {}, "named": {}}, node.run_dir.trajectories("train", 1)
     with pytest.raises(AllGivenUp, match=r"all 4 groups were given up, .* slot 0: it took"):
         trajectories.aggregate(node, iteration, "train", Quota(4, 4), ORIGIN, totals, {}, range(4))
     assert not (directory / "manifest.json").exists()

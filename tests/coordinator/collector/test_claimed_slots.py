@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.collector.claimed_slots import Claimed
+from coordinator.collector.guest_chunks import OwnChunks
 from coordinator.directory.claims import Claims
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol.chunks import Pace, cut
 from rollout.slots import Meter, Slot
 from rollout.storage import files
@@ -48,7 +49,7 @@ def test_node_that_leaves_the_rest_to_others_waits_and_does_not_work(run_dir: Ru
 
     async def others() -> None:
         await asyncio.sleep(0.2)
-        while fast.take([number for number in range(4) if number not in fast.taken()]) is not None:
+        while fast.take([number for number in range(4) if number not in fast.look().claimed]) is not None:
             pass
 
     async def main() -> None:
@@ -72,3 +73,21 @@ def test_claims_that_a_newer_epoch_has_removed_are_not_made_again(run_dir: RunDi
         return made
 
     assert sorted(asyncio.run(asyncio.wait_for(main(), 60))) == list(range(6))
+
+
+def test_guest_that_leaves_gives_out_no_slot_more(run_dir: RunDir) -> None:
+    claims = Claims(run_dir, 2, 1, 2, GUESTS)
+    plan = {**cut(range(12), {}, [0], {}).as_json(), "spare": [12, 13]}
+    own_chunks = OwnChunks(claims, Meter(4), lambda _group: True)
+    guest = Claimed(
+        plan, claims, GUESTS, 0, [], slots_of, Meter(4), 0.05, lambda: None, own_chunks=own_chunks
+    )
+
+    async def main() -> list[int | None]:
+        first = await next_of(guest)
+        guest.leave()
+        return [first, await next_of(guest)]
+
+    first, second = asyncio.run(main())
+    assert first is not None and second is None
+    assert guest.needed <= 1 and not guest.is_open and not guest.has_spare

@@ -143,9 +143,15 @@ def listener() -> Listener:
     )  # fmt: skip
 
 
+def stop_of(listener: Listener) -> threading.Event:
+    assert isinstance(listener.stop, threading.Event)
+    return listener.stop
+
+
 def order_for(run_dir: RunDir, slots: Sequence[int], reward: str = "exact", **settings: Any) -> Order:
     return Order(
-        key="key", kind="train", iteration=1, epoch=2, rank=1, row=2, root=str(run_dir.root), crew="main",
+        key="key", kind="train", iteration=1, epoch=2, rank=1, incarnation=1, row=2,
+        root=str(run_dir.root), crew="main",
         quota=Quota(6, 6), origin=ORIGIN, recipes={"": RecipeNames(reward, "single_turn", Sampling(n=1))},
         sources={}, settings=RolloutSettings(**{"concurrency": 8, "part_interval_s": 0.01, **settings}),
         engine=EngineAddress("http://127.0.0.1:1", None, 10.0, 1.0, EngineFacts()), start_model="",
@@ -171,7 +177,7 @@ def stop_when(listener: Listener, ready: Callable[[], bool]) -> None:
     def watch() -> None:
         while not ready():
             time.sleep(0.01)
-        listener.stop.set()
+        stop_of(listener).set()
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -190,7 +196,7 @@ def test_what_is_in_flight_is_finished_in_the_next_epoch(
     time.sleep(0.5)
     assert set(durable(run_dir)) == {0}
     # ---- a new epoch: slot 3 is another node's now, slot 4 is this one's
-    listener.stop.clear()
+    stop_of(listener).clear()
     order = replace(order_for(run_dir, [4]), epoch=3, kept=[1, 2])
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
@@ -246,7 +252,7 @@ def test_a_slow_node_waits_for_nobody_who_is_lost(
     claimed = {"chunks": [[[0], [1.2]], [[1], [1.2]]], "first": {"0": 0, "1": 1}, "spare": []}
     order = replace(order_for(run_dir, []), claimed={**claimed, "paces": {"0": fast, "1": slow}})
     listener = replace(listener, lost=lambda: {0})
-    limit = threading.Timer(60.0, listener.stop.set)
+    limit = threading.Timer(60.0, stop_of(listener).set)
     limit.start()
     assert collector.collect(order, listener)["short"] == 0
     limit.cancel()

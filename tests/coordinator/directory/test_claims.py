@@ -48,7 +48,7 @@ def test_a_chunk_has_one_owner(run_dir: RunDir) -> None:
     first, second = claims(run_dir, 0), claims(run_dir, 1)
     assert first.take([3, 4]) == 3
     assert second.take([3, 4]) == 4
-    assert second.taken() == {3, 4} and claims(run_dir, 2).take([3, 4]) is None
+    assert second.look().claimed == {3, 4} and claims(run_dir, 2).take([3, 4]) is None
 
 
 @pytest.mark.usefixtures("_links")
@@ -58,7 +58,7 @@ def test_a_chunk_that_was_refused_is_taken_although_a_listing_does_not_show_it_y
     first, second = claims(run_dir, 0), claims(run_dir, 1)
     assert [first.take([number]) for number in (3, 4, 5)] == [3, 4, 5]
     monkeypatch.setattr(files, "listing", lambda _directory: [])
-    assert second.take([3, 4, 5, 6]) is None and second.taken() == {3, 4}
+    assert second.take([3, 4, 5, 6]) is None and second.look().claimed == {3, 4}
     assert second.take([5, 6]) == 6
 
 
@@ -67,14 +67,14 @@ def test_a_claim_whose_file_a_newer_epoch_has_removed_is_made_with_another(run_d
     assert mine.take([0]) == 0
     for path in left_over(run_dir, 3):
         path.unlink()
-    assert mine.take([1]) == 1 and mine.taken() == {1}
+    assert mine.take([1]) == 1 and mine.look().claimed == {1}
 
 
 @pytest.mark.usefixtures("_links")
 def test_claims_of_another_epoch_move_nothing(run_dir: RunDir) -> None:
     assert claims(run_dir, 0, epoch=1).take([0]) == 0
     now = claims(run_dir, 0)
-    assert now.taken() == set() and now.take([0]) == 0
+    assert now.look().claimed == set() and now.take([0]) == 0
     old = left_over(run_dir, 2)
     assert old and {files.published_name(path.name) for path in old} == {Claim(1, 5, 2, 0).name}
 
@@ -90,7 +90,7 @@ def test_many_that_want_the_same_get_each_chunk_once_in_six_operations_a_claim(
     def want(rank: int) -> None:
         mine = claims(run_dir, rank)
         ready.wait()
-        while free := sorted(set(range(wanted)) - mine.taken()):
+        while free := sorted(set(range(wanted)) - mine.look().claimed):
             if (number := mine.take(free)) is not None:
                 got[rank].append(number)
 
@@ -115,11 +115,11 @@ def test_one_call_makes_at_most_six_operations(
     if loses == "the reply":
         monkeypatch.setattr(os, "link", _link_that_loses_its_reply(os.link))
     files.operations.clear()
-    mine.taken()
+    mine.look()
     assert mine.take([1, 2, 3]) is None  # all were claimed between the listing and the link
     assert sum(files.operations.values()) <= 6
     files.operations.clear()
-    mine.taken()
+    mine.look()
     assert mine.take([9]) == 9
     assert sum(files.operations.values()) <= 3
 
@@ -152,7 +152,7 @@ def test_rank_claims_more_chunks_than_a_file_may_have_links(
     told: list[Path] = []
     mine = Claims(run_dir, 2, 5, 2, 1, told.append)
     assert [mine.take([chunk]) for chunk in range(100)] == list(range(100))
-    assert mine.taken() == set(range(100))
+    assert mine.look().claimed == set(range(100))
     for path in told:
         path.unlink()
     assert not list(run_dir.claims.iterdir())

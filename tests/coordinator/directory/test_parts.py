@@ -1,5 +1,6 @@
 """Part files: what is written is read, and nothing but a whole part of the policy."""
 
+import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +35,11 @@ def test_groups_are_written_when_the_writer_is_flushed(directory: Path) -> None:
     made.add(group(0))
     made.add(group(1))
     assert tree(directory) == set() and made.is_waiting
-    assert [one.slot for one in made.flush()] == [0, 1]
-    assert made.flush() == [] and not made.is_waiting
-    assert tree(directory) == {"r0000.e0002.part0001.safetensors"}
+    written = made.flush()
+    assert written is not None and [one.slot for one in written.groups] == [0, 1]
+    assert made.flush() is None and not made.is_waiting
+    assert tree(directory) == {written.name} == {"r0000.e0002.part0001.safetensors"}
+    assert hashlib.sha256((directory / written.name).read_bytes()).hexdigest() == written.sha256
 
 
 # ---- reading

@@ -15,6 +15,7 @@ from coordinator.protocol.chunks import (
     made_of,
     measured,
     paces_of,
+    with_guests,
 )
 
 FAST, SLOW = Pace(400, 100.0, 4), Pace(100, 100.0, 4)
@@ -191,3 +192,20 @@ def test_whatever_nodes_have_measured_gives_costs_and_paces(
     assert costs.keys() == tokens.keys() and min(costs.values(), default=0.0) >= 0.0
     known = paces_of({str(rank): pace for rank, pace in paces.items()})
     cut(sorted(tokens), costs, range(4), known)
+
+
+def test_a_guest_of_which_nothing_is_known_begins_at_the_end_and_counts_as_slow() -> None:
+    paces = {0: Pace(80, 10.0, 8), 1: Pace(20, 10.0, 8)}
+    made = cut(range(100), dict.fromkeys(range(100), 1.0), [0, 1], paces)
+    numbers = list(range(len(made.chunks)))
+    assert choose(made, 1000, numbers, IDLE)[0] == numbers[-1]
+    slow = choose(made, 1000, numbers, IDLE._replace(open_work=9.0))
+    fast = choose(made, 1000, numbers, IDLE._replace(open_work=9.0, pace=8.0))
+    assert not slow and fast  # a measured one holds its share of all
+
+
+def test_a_guest_that_is_measured_has_its_place_and_one_that_is_not_that_of_the_slowest() -> None:
+    paces = {0: Pace(80, 10.0, 8), 1: Pace(20, 10.0, 4)}
+    assert with_guests(paces, {1000}) == {**paces, 1000: paces[1]}
+    assert with_guests({**paces, 1000: Pace(9, 1.0, 8)}, {1000})[1000].work == 9
+    assert with_guests({}, {1000}) == {}

@@ -1,0 +1,98 @@
+"""Guests in simulated runs: they come and go as they like, and the run ends as it does without them."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.directory.layout import GUESTS
+from coordinator.directory.parts import PartWriter
+from tests.simulation.faults import ACTIONS, Fault, faults
+from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching
+
+MORE: dict[str, Any] = {"rollout__tasks_per_iteration": 18}
+
+
+def as_guest(fault: Fault) -> Fault:
+    return replace(fault, rank=GUESTS + fault.rank, iteration=min(fault.iteration + 1, 3))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many groups guests have made durable, by iteration; 0: those of nodes."""
+    counts: Counter[int] = Counter()
+    flush: Callable[[PartWriter], Any] = PartWriter.flush
+
+    def count(writer: PartWriter) -> Any:
+        if (written := flush(writer)) is not None:
+            header = writer._header
+            counts[header.iteration * (header.rank >= GUESTS)] += len(written.groups)
+        return written
+
+    monkeypatch.setattr(PartWriter, "flush", count)
+    return counts
+
+
+@cache
+def alone(iterations: int, **options: Any) -> str:
+    """The policy of a run of one node without guests."""
+    return run(1, 0, (), iterations=iterations, **options)
+
+
+@pytest.mark.parametrize("nodes", [1, NODES])
+@pytest.mark.parametrize("guests", [1, 3])
+def test_guests_make_groups_and_change_no_sample(nodes: int, guests: int, made: Counter[int]) -> None:
+    alone.cache_clear()
+    expected, each = alone(3, **MORE), made.total()
+    assert run(nodes, 3, (), guests=guests, iterations=3, **MORE) == expected
+    assert made.total() == 2 * each and {2, 3} <= made.keys(), made
+
+
+@pytest.mark.parametrize("action", ["kill", "leave", "pause", "replace", "freeze", "engine", "collector"])
+@pytest.mark.parametrize("calls", [0, 3, 6, 9, 14, 20])
+def test_guest_that_goes_in_the_middle_of_a_row_costs_nothing(action: Any, calls: int) -> None:
+    seconds = 3.0 if action in {"kill", "leave"} else 60.0
+    happens = [Fault(action, GUESTS, 2, 2, calls, seconds)]
+    assert run(2, calls, happens, guests=2, iterations=4) == alone(4)
+
+
+def is_fair(happens: list[Fault]) -> bool:
+    """A collector that ends twice while it makes nothing ends its node, or its guest, for good."""
+    return sum(fault.action == "collector" for fault in happens) < 2
+
+
+guests_too = st.lists(
+    st.one_of(faults(NODES, ACTIONS), faults(3, ACTIONS).map(as_guest)), min_size=1, max_size=6
+).filter(is_fair)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=guests_too, has_links=st.booleans())
+def test_guests_and_nodes_come_through_all_faults(seed: int, happens: list[Fault], has_links: bool) -> None:
+    assert run(NODES, seed, happens, has_links=has_links, guests=3, iterations=4) == alone(4)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=guests_too)
+def test_guests_of_nodes_that_shrink_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
+    options = {"cluster__on_node_failure": "shrink", "rollout__tasks_per_iteration": 12}
+    assert run(NODES, seed, happens, guests=3, iterations=3, **options) == alone(3, **options)
+
+
+@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
+@searching
+@given(seed=st.integers(0, 1000), happens=guests_too, trainers=st.integers(0, 1))
+def test_guests_take_part_in_whatever_is_generated(seed: int, happens: list[Fault], trainers: int) -> None:
+    """Flat groups are replaced, samples go on from iteration to iteration, and evaluations are large."""
+    options = {"eval__max_tasks": 6, "cluster__max_async_level": 1, **SEGMENTS, **MORE}
+    nodes = NODES + trainers
+    assert run(nodes, seed, happens, trainers=trainers, guests=3, iterations=4, **options) == alone(
+        4, **options
+    )

@@ -126,10 +126,10 @@ def test_chat_model_goes_on_from_demonstrations_is_evaluated_and_exported(model:
     cluster = grpo(place, sft.run_dir.checkpoint(2), "--engine", "torch")
 
     first = cluster.metrics()[0]
-    again = json.loads(cluster.command("eval", "--checkpoint", "0", "--json", timeout_s=LONGEST_S))
+    again = json.loads(cluster.command("eval", "--checkpoint", "0", "--json"))
     assert again["sets"]["eval"]["reward"] == pytest.approx(first["eval_reward"], abs=1e-6)
 
-    cluster.command("export", "-o", str(place / "exported"), timeout_s=LONGEST_S)
+    cluster.command("export", "-o", str(place / "exported"))
     exported = AutoModelForCausalLM.from_pretrained(place / "exported", dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(cluster.run_dir.checkpoint(2), dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(sft.run_dir.checkpoint(2), dtype=torch.float32)
@@ -148,13 +148,13 @@ def test_adapters_of_a_chat_model_are_exported_as_peft_reads_them(model: Path, p
     cluster = run(place, "lora", model, *words)
     assert worst_logprob(cluster, 2, Reference(cluster.run_dir.checkpoint(1))) < AGREES
     assert worst_logprob(cluster, 2, Reference(model)) > AGREES
-    cluster.command("export", "-o", str(place / "exported"), timeout_s=LONGEST_S)
+    cluster.command("export", "-o", str(place / "exported"))
     from peft import PeftModel
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(place / "exported"))
     assert sum("lora_B" in name and bool(p.abs().sum() > 0) for name, p in loaded.named_parameters()) > 100
-    cluster.command("export", "--merge", "-o", str(place / "merged"), timeout_s=LONGEST_S)
+    cluster.command("export", "--merge", "-o", str(place / "merged"))
     merged = AutoModelForCausalLM.from_pretrained(place / "merged", dtype="auto")
     base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     ids = torch.tensor([AutoTokenizer.from_pretrained(model).encode(QUESTIONS[0])])

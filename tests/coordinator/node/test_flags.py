@@ -36,7 +36,9 @@ class World:
         self.position = Position()
         self.watch = Watch(run_dir, rank, SETTINGS, lambda: {"host": "here"}, end_training=lambda: None)
         self.interrupts = False
-        identity = SimpleNamespace(run_dir=run_dir, rank=rank, is_master=rank == 0, host="node-a")
+        identity = SimpleNamespace(
+            run_dir=run_dir, rank=rank, is_master=rank == 0, is_guest=False, host="node-a"
+        )
         self.flags = Flags(
             cast(Identity, identity),
             self.position,

@@ -43,7 +43,7 @@ def messages(
     settings = build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy, **more})
     identity = SimpleNamespace(
         rank=rank, host="node-a", root=run_dir.root, run_dir=run_dir, name=run_dir.name(rank),
-        is_master=True, settings=settings, of_run=settings,
+        is_master=True, is_guest=False, settings=settings, of_run=settings,
     )  # fmt: skip
     watch = SimpleNamespace(
         heartbeat=lambda rank: SAID if rank == 2 else {},

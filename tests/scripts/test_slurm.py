@@ -125,7 +125,10 @@ def test_job_of_a_server_runs_on_slurm_and_is_cancelled_there(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     launcher, made = Launcher("slurm"), list[tuple[jobs.Job, Stub]]()
-    for name, body in (("short", "echo it-runs"), ("long", "sleep 99 & trap 'kill $!; exit 130' TERM; wait")):
+    for name, body in (
+        ("short", "echo it-runs"),
+        ("long", "trap 'exit 130' TERM; while sleep 0.1; do :; done; exit 130"),
+    ):
         job = jobs.submit(tmp_path, Submission(name, ("--iterations=3",), {}))
         made.append((job, Stub(job.directory, body)))
         job.begin(launcher)

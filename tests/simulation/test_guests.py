@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.directory.layout import GUESTS
 from coordinator.directory.parts import PartWriter
 from tests.simulation.faults import ACTIONS, Fault, faults
-from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching
+from tests.simulation.test_simulation import EXAMPLES, NODES, SEGMENTS, run, searching
 
 MORE: dict[str, Any] = {"rollout__tasks_per_iteration": 18}
 
@@ -54,11 +54,11 @@ def test_guests_make_groups_and_change_no_sample(nodes: int, guests: int, made: 
 
 
 @pytest.mark.parametrize("action", ["kill", "leave", "pause", "replace", "freeze", "engine", "collector"])
-@pytest.mark.parametrize("calls", [0, 3, 6, 9, 14, 20])
+@pytest.mark.parametrize("calls", [0, 6, 14])
 def test_guest_that_goes_in_the_middle_of_a_row_costs_nothing(action: Any, calls: int) -> None:
     seconds = 3.0 if action in {"kill", "leave"} else 60.0
     happens = [Fault(action, GUESTS, 2, 2, calls, seconds)]
-    assert run(2, calls, happens, guests=2, iterations=4) == alone(4)
+    assert run(2, calls, happens, guests=2, iterations=3) == alone(3)
 
 
 def is_fair(happens: list[Fault]) -> bool:
@@ -66,33 +66,40 @@ def is_fair(happens: list[Fault]) -> bool:
     return sum(fault.action == "collector" for fault in happens) < 2
 
 
+fewer = settings(searching, max_examples=int(EXAMPLES or 5))
 guests_too = st.lists(
     st.one_of(faults(NODES, ACTIONS), faults(3, ACTIONS).map(as_guest)), min_size=1, max_size=6
 ).filter(is_fair)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
-@searching
-@given(seed=st.integers(0, 1000), happens=guests_too, has_links=st.booleans())
-def test_guests_and_nodes_come_through_all_faults(seed: int, happens: list[Fault], has_links: bool) -> None:
-    assert run(NODES, seed, happens, has_links=has_links, guests=3, iterations=4) == alone(4)
+@fewer
+@given(
+    seed=st.integers(0, 1000), happens=guests_too, has_links=st.booleans(),
+    policy=st.sampled_from(["wait", "shrink"]),
+)  # fmt: skip
+def test_guests_and_nodes_come_through_all_faults(
+    seed: int, happens: list[Fault], has_links: bool, policy: str
+) -> None:
+    options = {"iterations": 3, "cluster__on_node_failure": policy}
+    assert run(NODES, seed, happens, has_links=has_links, guests=3, **options) == alone(3)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
-@searching
-@given(seed=st.integers(0, 1000), happens=guests_too)
-def test_guests_of_nodes_that_shrink_come_through_all_faults(seed: int, happens: list[Fault]) -> None:
-    options = {"cluster__on_node_failure": "shrink", "rollout__tasks_per_iteration": 12}
-    assert run(NODES, seed, happens, guests=3, iterations=3, **options) == alone(3, **options)
-
-
-@pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
-@searching
+@fewer
 @given(seed=st.integers(0, 1000), happens=guests_too, trainers=st.integers(0, 1))
 def test_guests_take_part_in_whatever_is_generated(seed: int, happens: list[Fault], trainers: int) -> None:
-    """Flat groups are replaced, samples go on from iteration to iteration, and evaluations are large."""
+    """Samples go on from iteration to iteration, evaluations are large, and there may be two crews."""
     options = {"eval__max_tasks": 6, "cluster__max_async_level": 1, **SEGMENTS, **MORE}
     nodes = NODES + trainers
-    assert run(nodes, seed, happens, trainers=trainers, guests=3, iterations=4, **options) == alone(
-        4, **options
+    assert run(nodes, seed, happens, trainers=trainers, guests=3, iterations=3, **options) == alone(
+        3, **options
     )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_flat_groups_of_guests_are_replaced_by_nodes(seed: int, made: Counter[int]) -> None:
+    """Which groups count depends on who is early, so the invariants alone are looked at."""
+    spare = {"rollout__dynamic_sampling": True, "rollout__dynamic_limit": 6.0, **MORE}
+    run(2, seed, [Fault("kill", GUESTS, 2, 2, 6, 3.0)], guests=2, iterations=3, **spare)
+    assert made[2] or made[3], made

@@ -1,5 +1,6 @@
 """The report of `run doctor`: print each row as soon as it is known."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,11 @@ COLORS = {"ok": 32, "slow": 33, "warn": 33, "fail": 31}
 
 Checks = Iterable[tuple[str, Callable[[], list[Check]]]]
 """Each check's name and function."""
+
+
+def _each(checks: Checks) -> Generator[tuple[str, Callable[[], list[Check]]]]:
+    """Yield each check; closing this closes `checks`."""
+    yield from checks
 
 
 class Report:
@@ -55,14 +61,17 @@ class Report:
         return all(check.verdict != "fail" for check in self.checks)
 
     def take(self, checks: Checks) -> None:
-        """Do each check and add its rows; a check that cannot be done has failed."""
-        for self.current, check in checks:
-            try:
-                rows = check()
-            except OSError as error:
-                rows = [failed(self.current, error)]
-            for row in rows:
-                self.add(row)
+        """Do each check and add its rows; a check that cannot be done has failed. What `checks` holds open,
+        such as a process that writes in the directory, is closed even if a signal ends a check.
+        """
+        with contextlib.closing(_each(checks)) as each:
+            for self.current, check in each:
+                try:
+                    rows = check()
+                except OSError as error:
+                    rows = [failed(self.current, error)]
+                for row in rows:
+                    self.add(row)
 
     def add(self, check: Check) -> None:
         """Add a row, and print it."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import psutil
 import pytest
 
 from coordinator.console.doctor import probe as probe
+from coordinator.console.doctor.checks import Check
 from coordinator.console.doctor.partner import Partner, PartnerError
+from coordinator.console.doctor.report import Report
 from coordinator.start.rank import RANK_VARIABLES
 from tests.coordinator.examples import run_dir_at, tree, write_json
 from tests.coordinator.test_cli import lose_privileges
@@ -169,6 +172,24 @@ def test_path_that_is_not_writable_is_refused_in_one_line(tmp_path: Path) -> Non
     ended = doctor(tmp_path / "locked", preexec_fn=lose_privileges if os.geteuid() == 0 else None)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.endswith("is not writable for this user\n") and ended.stderr.count("\n") == 1
+
+
+def test_check_that_a_signal_ends_leaves_no_partner_that_goes_on_writing(tmp_path: Path) -> None:
+    """Its directory is removed next, while the exception still holds the frames of the checks."""
+    ended: list[str] = []
+
+    def interrupted() -> list[Check]:
+        raise KeyboardInterrupt
+
+    def checks() -> Iterator[tuple[str, Callable[[], list[Check]]]]:
+        try:
+            yield "atomic rename", interrupted
+        finally:
+            ended.append("partner")
+
+    with pytest.raises(KeyboardInterrupt) as held:
+        Report(tmp_path, 1, prints=False).take(checks())
+    assert ended == ["partner"], held
 
 
 def test_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:

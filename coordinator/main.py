@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from coordinator.collection.provenance import refuse_changed_code
 from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.journal.logs import Prefix
@@ -27,16 +26,17 @@ from coordinator.machine.oddities import TooFewProcesses, explained
 from coordinator.node.flags import call_document
 from coordinator.node.messages import STARTED_BY
 from coordinator.node.node import Node
-from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, RowEnded, TrainerFailed
+from coordinator.phases.base_model import prepare_base_model
+from coordinator.phases.crews import is_finished, open_next
+from coordinator.phases.guest import Guest
+from coordinator.phases.guest_life import guest_life
+from coordinator.phases.provenance import refuse_changed_code
+from coordinator.phases.table import run_iterations
+from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, PhaseEnded, TrainerFailed
 from coordinator.protocol.fence import is_away
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.placement_records import read_placement, run_dirs
 from coordinator.protocol.snapshot import Board
-from coordinator.rows.base_model import prepare_base_model
-from coordinator.rows.crews import is_finished, open_next
-from coordinator.rows.guest import Guest
-from coordinator.rows.table import run_iterations
-from coordinator.rows.visit import visit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
@@ -74,7 +74,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = 
     _allow_many_files()
     is_guest = start.rank >= GUESTS
     node = Guest(start) if is_guest else Node(start)
-    iterate = iterate or (visit if is_guest else run_iterations)
+    iterate = iterate or (guest_life if is_guest else run_iterations)
     prefix.follow(node.position.prefix, node.position.doing)
     try:
         node.begin()
@@ -137,10 +137,10 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
                 return
             except TrainerFailed as error:
                 _end_training(node, error, attempts)
-            except RowEnded:
+            except PhaseEnded:
                 raise
             except Exception:
-                node.row_endings.settle()  # an error of a process that was replaced is no failure of the run
+                node.phase_endings.settle()  # an error of a replaced process is no failure of the run
                 raise
         except EpochChanged:
             node.trainer.leave_epoch()
@@ -148,7 +148,7 @@ def _run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
             away = True
         except NodeLost as error:
             lost = error
-        except RowEnded:
+        except PhaseEnded:
             raise
         except Exception as error:
             iteration = node.position.iteration
@@ -186,7 +186,7 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     log.info("epoch %d: %d node%s", record.epoch, nodes, "s"[: nodes > 1])
     iterate(node)
     if node.is_master:
-        if Phase.TRAINING in rows_of(node.settings.kind):
+        if Phase.TRAINING in phases_of(node.settings.kind):
             wait_for_newest(node)
         _finish(node)
 
@@ -209,7 +209,7 @@ def _hold(node: Node, loss: NodeLost) -> None:
     node.joining.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
     node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     text = str(loss)
-    if node.row_endings.forget_loss() == loss.rank:
+    if node.phase_endings.forget_loss() == loss.rank:
         text = f"holding until {node.run_dir.name(loss.rank)} is back"
     log.error("%s", text, extra={"event": {"what": "lost", "rank": loss.rank, "text": str(loss)}})
 

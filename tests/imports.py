@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from coordinator.machine import keeper
+from coordinator.machine import reaper
 from coordinator.machine.children import FORKS, PROGRAMS, Children
 from trainer.job import forks
 
@@ -23,8 +23,8 @@ def _children() -> Children:
 
 @cache
 def _groups() -> str:
-    """Make a directory for the groups of forks, which the keeper ends if this process is killed."""
-    return str(_children().new_spool("forked") / keeper.PGID_DIR)
+    """Make a directory for the groups of forks, which the reaper ends if this process is killed."""
+    return str(_children().new_spool("forked") / reaper.PGID_DIR)
 
 
 @cache

@@ -191,7 +191,7 @@ class TrainerSettings(Settings):
     """A collective of torch.distributed that takes longer fails. Keep it below `stall_timeout_s`, else
     nothing says which one hung."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
-    """Training has failed if it makes no progress for this long. A node is lost if any other row but a
+    """Training has failed if it makes no progress for this long. A node is lost if any other phase but a
     rollout makes none for this long. What is read, hashed or written is progress; null: never."""
 
     @property

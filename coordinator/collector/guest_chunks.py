@@ -40,7 +40,7 @@ class Contribution:
 
 @dataclass
 class FromGuests:
-    """What a node rests on in a row that guests have made."""
+    """What a node rests on in a phase that guests have made."""
 
     parts: dict[str, str] = field(default_factory=dict[str, str])
     timings: dict[str, tuple[dict[str, float], int]] = field(
@@ -56,7 +56,7 @@ class FromGuests:
 
 
 class GuestChunks:
-    """The master's view of the chunks that guests have claimed: the row is not over while one of them is
+    """The master's view of the chunks that guests have claimed: the phase is not over while one of them is
     still being made, and what a guest that is gone has left is given back.
     """
 

@@ -32,7 +32,7 @@ from trainer.job.doorbell import Doorbell
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often the node looks for messages, and at what ends the row, while no bell rings."""
+"""How often the node looks for messages, and at what ends the phase, while no bell rings."""
 REACT_S = 10.0
 """How long a collector may take to stop beginning groups, or to give up those in flight."""
 OTHERS_S = 1.0
@@ -47,7 +47,7 @@ class Stop(Protocol):
     """As threading.Event, for those who only look."""
 
     def is_set(self) -> bool:
-        """Return whether something has ended the row."""
+        """Return whether something has ended the phase."""
         ...
 
 
@@ -56,29 +56,29 @@ class Listener:
     """What the node does for its collector while that works."""
 
     stop: Stop
-    """Set when something has ended the row."""
+    """Set when something has ended the phase."""
     slots: Callable[[Sequence[int]], list[dict[str, Any]]]
     """What slots are: number, task, seed and kind of each."""
     verify: Callable[[], None]
-    """Raises EngineError if the engine answers with another policy than the row's."""
+    """Raises EngineError if the engine answers with another policy than the phase's."""
     is_engine_lost: Callable[[], None]
     """Raises what has failed in looking after the engine."""
     reach: Callable[[int, int, int], None]
     """Hears the groups made, the groups expected, and the tokens."""
     step: Callable[[], None]
-    """Hears that the row gets on."""
+    """Hears that the phase gets on."""
     full: Callable[[SharedFsError], None]
     """Hears that the collector waits for free space; may raise."""
     claimed: Callable[[Path], None]
-    """Hears of a file that is to be removed when the row is over."""
+    """Hears of a file that is to be removed when the phase is over."""
     waited: Callable[[float], None]
     """Hears for how many seconds this node had nothing to make."""
     check_self: Callable[[], None]
     """Raises what this node itself has ended by."""
     others_are_done: Callable[[], bool]
-    """Whether all other nodes have made their shares of the row."""
+    """Whether all other nodes have made their shares of the phase."""
     lost: Callable[[], set[int]]
-    """The ranks that are lost, although the row goes on."""
+    """The ranks that are lost, although the phase goes on."""
     guests: Callable[[], dict[int, int]] = dict[int, int]
     """The guests that are there, and the incarnation of each."""
 
@@ -92,7 +92,7 @@ class InFlight:
     iteration: int
     slots: list[int]
     ahead_s: float = 0.0
-    """For how long they were made before their row."""
+    """For how long they were made before their phase."""
 
 
 def _log(level: int, name: str, text: str, event: dict[str, Any] | None) -> None:
@@ -276,7 +276,7 @@ class CollectorHost:
                 raise _Died(f"did not answer for {limit_s:.0f} s, and was killed")
             self._wait(LOOK_S)
         self._pause(work, listener)
-        raise Stopped("its row has ended")
+        raise Stopped("its phase has ended")
 
     def _pause(self, work: Work, listener: Listener) -> None:
         """Have the collector begin no further group. One that does not react is killed."""
@@ -382,7 +382,7 @@ class CollectorHost:
                 refused = str(error)
             box.send({"answer": number, "value": refused})
 
-        # In a thread: an engine that hangs must not keep this node from hearing what ends its row.
+        # In a thread: an engine that hangs must not keep this node from hearing what ends its phase.
         threading.Thread(target=verify, name="verify", daemon=True).start()
 
     def _pass_on(self, messages: Sequence[dict[str, Any]]) -> None:

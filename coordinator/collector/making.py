@@ -11,8 +11,8 @@ from coordinator.directory.layout import RunDir
 from rollout.collect import Collector
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.engines.marks import read_marks
 from rollout.engines.model_facts import most_tokens, vocabulary_size
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.environment import (
     BUILT_IN,
     Environment,
@@ -79,7 +79,7 @@ def recipe_of(order: Order, names: RecipeNames) -> Recipe:
         model = Path(order.start_model)
         limits = {"context": most_tokens(model), "vocabulary": vocabulary_size(model)}
         if environment in BUILT_IN.values():
-            marks = read_marks(model)
-            ends = (*marks.end_ids, *marks.stop_ids(order.settings.stop))
+            special_tokens = read_special_tokens(model)
+            ends = (*special_tokens.end_ids, *special_tokens.stop_ids(order.settings.stop))
             environment = partial(environment, end_ids=ends, **limits)
     return Recipe(environment, resolve_reward(names.reward), names.sampling, **limits)

@@ -59,7 +59,7 @@ class Order:
     iteration: int
     epoch: int
     rank: int
-    row: int
+    phase: int
     root: str
     """The run directory."""
     incarnation: int
@@ -81,7 +81,7 @@ class Order:
     guest_patience_s: float = 30.0
     """For how long a guest may make chunks that the master has never seen beat."""
     is_held: bool = False
-    """Whether nothing is published of what is finished: it is begun before its row."""
+    """Whether nothing is published of what is finished: it is begun before its phase."""
     kept: Sequence[int] = ()
     """Slots that are in flight in the collector from an order before, and go on."""
     again: Sequence[int] = ()
@@ -118,7 +118,7 @@ def _adapter() -> TypeAdapter[Order]:
 
 
 EXPECTED: tuple[type[Exception], ...] = (AllGivenUp, RewardError, EngineError, Incomplete, CollectorFailed)
-"""Errors that end a row and whose text says all there is to know."""
+"""Errors that end a phase and whose text says all there is to know."""
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

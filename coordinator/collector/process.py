@@ -89,7 +89,7 @@ class Process:
         self._counts: Callable[[Group], bool] = lambda _group: True
         self._stop = threading.Event()
         self._others_are_done = False
-        """Whether all other nodes have made their shares of the row."""
+        """Whether all other nodes have made their shares of the phase."""
         self._lost: list[int] = []
         """The ranks that are lost, as the node sees it."""
         self._guests: dict[int, int] = {}
@@ -190,7 +190,7 @@ class Process:
         except BaseException as error:  # the user's module may raise SystemExit when it is imported
             ended = {"error": describe_error(error)}
         self._end_fork()
-        self._tally.say_counts()  # before whatever ends the row is said, which may be the last line of all
+        self._tally.say_counts()  # before whatever ends the phase is said, which may be the last line of all
         self._box.send({"ended": ended})
 
     async def _made_by(self, order: Order) -> Making:
@@ -204,7 +204,7 @@ class Process:
         return self._making
 
     async def _begin(self, order: Order) -> dict[str, Any]:
-        """Make groups ahead of their row, and hold them."""
+        """Make groups ahead of their phase, and hold them."""
         making = await self._made_by(order)
         began_s, ahead_s = time.monotonic(), 0.0
         slots = await self._slots_of(order, order.slots)
@@ -301,7 +301,7 @@ class Process:
             slots = await self._slots_of(order, [*again, *order.slots])
             return Listed(slots, len(again) + order.needed, kept)
         claims = Claims(
-            run_dir, order.epoch, order.iteration, order.row, order.rank,
+            run_dir, order.epoch, order.iteration, order.phase, order.rank,
             lambda path: self._box.send({"claimed": str(path)}), order.incarnation,
         )  # fmt: skip
         first, counts, guests = await self._slots_of(order, again), order.quota.counts, None

@@ -7,7 +7,7 @@ from coordinator.collector.order import CollectorFailed, Order
 from rollout.collect import ALL_FAILED_MIN, AllGivenUp
 
 PARTS = 1000
-"""The parts of the next collector of a row are numbered from the next multiple of this."""
+"""The parts of the next collector of a phase are numbered from the next multiple of this."""
 
 
 @dataclass

@@ -7,12 +7,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
-"""How often a row that waits looks whether it is still wanted."""
+"""How often a phase that waits looks whether it is still wanted."""
 
 
 class Background:
-    """Does work that rows do not wait for. Nothing depends on it, and what fails here fails again in the row
-    that needs it.
+    """Does work that phases do not wait for. Nothing depends on it, and what fails here fails again in the
+    phase that needs it.
 
     The process does not wait for it at its end, as it would for an executor: a call on the shared directory
     may hang.
@@ -57,4 +57,4 @@ class _Work:
         try:
             self.result = work()
         except Exception as error:
-            log.debug("%s: %s: the row will say it", name, error)
+            log.debug("%s: %s: the phase will say it", name, error)

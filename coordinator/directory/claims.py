@@ -1,7 +1,7 @@
 """Claims: who makes which chunk of a rollout, while it goes on.
 
-    claims/e0002.i000005.p02.c000017      chunk 17 of row 2 of iteration 5, in epoch 2
-    claims/e0002.i000005.p02.g001000      guest 1000 claims chunks of this row
+    claims/e0002.i000005.p02.c000017      chunk 17 of phase 2 of iteration 5, in epoch 2
+    claims/e0002.i000005.p02.g001000      guest 1000 claims chunks of this phase
     claims/e0002.i000005.p02.m000017      a guest has made all of chunk 17; says in which parts
     claims/e0002.i000005.p02.b000017      chunk 17 is back: the guest that had claimed it is gone
 
@@ -26,7 +26,7 @@ LINKS = 16
 
 
 class Shown(NamedTuple):
-    """What a listing shows of a row, by number."""
+    """What a listing shows of a phase, by number."""
 
     claimed: set[int]
     finished: set[int]
@@ -50,7 +50,7 @@ class Owner(NamedTuple):
 
 
 class Claims:
-    """The claims of one row, as one rank makes them.
+    """The claims of one phase, as one rank makes them.
 
     The claims of a rank are hard links to a file of its own: a claim costs a listing and a link. Where
     there are no hard links a claim is a file of its own, created exclusively.
@@ -61,16 +61,16 @@ class Claims:
         run_dir: RunDir,
         epoch: int,
         iteration: int,
-        row: int,
+        phase: int,
         rank: int,
         on_file: Callable[[Path], None] = lambda _path: None,
         incarnation: int = 0,
     ) -> None:
-        """`on_file` is told each file that is made here, which has to be removed when the row is over.
+        """`on_file` is told each file that is made here, which has to be removed when the phase is over.
         `incarnation`: of a guest.
         """
         self._directory = run_dir.claims
-        self._row = (epoch, iteration, row)
+        self._phase = (epoch, iteration, phase)
         self._owner = json.dumps(Owner(rank, incarnation)._asdict()).encode()
         self._file: Path | None = None
         self._links = 0
@@ -81,10 +81,10 @@ class Claims:
         self._on_file = on_file
 
     def look(self) -> Shown:
-        """List what all have said of this row."""
+        """List what all have said of this phase."""
         numbers: dict[ClaimKind, set[int]] = {"c": set(), "m": set(), "b": set(), "g": set()}
         for claim in map(parse_claim_name, files.listing(self._directory)):
-            if claim is not None and claim[:3] == self._row:
+            if claim is not None and claim[:3] == self._phase:
                 numbers[claim.kind].add(claim.number)
         return Shown(numbers["c"] | self._refused, numbers["m"], numbers["b"], numbers["g"])
 
@@ -122,12 +122,12 @@ class Claims:
         return Owner(**document) if document else None
 
     def leave(self, names: Iterable[tuple[ClaimKind, int]]) -> None:
-        """Have what guests have said removed when the row is over: they may be gone by then."""
+        """Have what guests have said removed when the phase is over: they may be gone by then."""
         for kind, number in names:
             self._on_file(self._path(number, kind))
 
     def _path(self, number: int, kind: ClaimKind) -> Path:
-        return self._directory / Claim(*self._row, number, kind).name
+        return self._directory / Claim(*self._phase, number, kind).name
 
     def _mark(self, number: int, kind: ClaimKind) -> None:
         path = self._path(number, kind)

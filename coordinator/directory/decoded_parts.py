@@ -1,4 +1,4 @@
-"""Parts that this process has decoded in this iteration, several of whose rows read the same ones."""
+"""Parts that this process has decoded in this iteration, several of whose phases read the same ones."""
 
 import threading
 from collections import OrderedDict

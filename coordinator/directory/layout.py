@@ -27,7 +27,7 @@ ROLLOUT_TIMES = "rollout_times.json"
 """The name of the file beside a manifest in which the rollout crew says how long it took."""
 
 OK, ENTER = "ok", "enter"
-"""The kinds of a flag with which a row is done, and an epoch entered."""
+"""The kinds of a flag with which a phase is done, and an epoch entered."""
 DOCUMENT = ".json"
 """What the kind of these ends in if the flag has a document. Else its file is empty. All others have one."""
 
@@ -48,7 +48,7 @@ class Beat(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A flag's name: what `rank` says of a row in `epoch`. `enter` has iteration 0 and phase 0."""
+    """A flag's name: what `rank` says of a phase in `epoch`. `enter` has iteration 0 and phase 0."""
 
     epoch: int
     iteration: int
@@ -62,12 +62,12 @@ class Flag(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether it says that the rank has done its part of the row."""
+        """Whether it says that the rank has done its part of the phase."""
         return self.kind.removesuffix(DOCUMENT) == OK
 
     @property
     def is_call(self) -> bool:
-        """Whether it says anything else than that the row is done, or the epoch entered."""
+        """Whether it says anything else than that the phase is done, or the epoch entered."""
         return self.kind.removesuffix(DOCUMENT) not in {OK, ENTER}
 
 
@@ -77,19 +77,19 @@ chunk that a guest had claimed is back."""
 
 
 class Claim(NamedTuple):
-    """A name in claims/: what somebody says of a chunk of what `row` (2: training, 6: evaluation)
+    """A name in claims/: what somebody says of a chunk of what `phase` (2: training, 6: evaluation)
     generates.
     """
 
     epoch: int
     iteration: int
-    row: int
+    phase: int
     number: int
     kind: ClaimKind = "c"
 
     @property
     def name(self) -> str:
-        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.row:02d}.{self.kind}{self.number:06d}"
+        return f"e{self.epoch:04d}.i{self.iteration:06d}.p{self.phase:02d}.{self.kind}{self.number:06d}"
 
 
 class Record(NamedTuple):
@@ -148,8 +148,8 @@ def parse_claim_name(name: str) -> Claim | None:
     """Parse a name in claims/; None for any other name."""
     if (match := _CLAIM.fullmatch(name)) is None:
         return None
-    epoch, iteration, row, kind, number = match.groups()
-    return Claim(int(epoch), int(iteration), int(row), int(number), cast("ClaimKind", kind))
+    epoch, iteration, phase, kind, number = match.groups()
+    return Claim(int(epoch), int(iteration), int(phase), int(number), cast("ClaimKind", kind))
 
 
 def parse_profile_name(name: str) -> ProfileRequest | None:
@@ -205,7 +205,7 @@ class RunDir:
         master/                     all that a worker lists while it waits, however many workers there are
           e0002.epoch.json            epoch record: kind, master, settings, members
           e0002.r0000.n3.b000123      heartbeat 123 of incarnation 3 of the master
-          e0002.i000005.p07.r0000.ok  flag: row 7 is over (.ok.json: with a document; or .failed, .lost ...)
+          e0002.i000005.p07.r0000.ok  flag: phase 7 is over (.ok.json: with a document; or .failed, .lost ...)
           profile.r0001.3f9c0a1b      `run profile` asks rank 1; it is there while that command waits
         workers/                    heartbeats and flags of the others, which the master lists
         claims/                     who makes which chunk of a rollout (directory.claims)

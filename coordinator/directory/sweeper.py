@@ -1,4 +1,4 @@
-"""Remove small files that nobody reads any more in a thread, so that no row waits for it."""
+"""Remove small files that nobody reads any more in a thread, so that no phase waits for it."""
 
 import logging
 import threading

@@ -1,7 +1,7 @@
 """Events of a node, each with its time, for `run report`: events/rank_0001.jsonl, one JSON object a line.
 
 Every line has `t` (seconds of this node's monotonic clock), `n` (incarnation), `e` (epoch, 0 before the
-first) and `what`. Rows are `begin` and `end` (with `work_s`; the rest of the row was waiting for others,
+first) and `what`. Phases are `begin` and `end` (with `work_s`; the rest of the phase was waiting for others,
 and `then_s` of the work, the master's conclusion, came after that);
 `process`, `epoch` and `exit` are a process's own. Engines and trainers say `engine_start`, `engine_ready`,
 `reload`, `trainer_start`. Each warning or error that the node logs is an event too. Nothing here waits for

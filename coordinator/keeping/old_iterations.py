@@ -8,7 +8,7 @@ from coordinator.directory.layout import REMOVED, RunDir, parse_iteration_name
 from coordinator.keeping.trainer_states import newest_state
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from rollout.storage import files
 
 
@@ -20,7 +20,7 @@ def retire_iterations(node: Node, iteration: Iteration) -> list[Path]:
     on. The next iteration draws its tasks from what the newest one has left, and that always stays.
     """
     run_dir, settings = node.run_dir, node.settings.trajectories
-    if settings.keep_last is None or Phase.TRAINING not in rows_of(node.settings.kind):
+    if settings.keep_last is None or Phase.TRAINING not in phases_of(node.settings.kind):
         return []
     end = min(iteration.number - settings.keep_last + 1, first_needed(node))
     # Only what was trained has a batch. It goes last, so that a removal that was cut off is seen here.

@@ -1,4 +1,4 @@
-"""Find where a run goes on, from what is published: the next iteration, and its first row not done."""
+"""Find where a run goes on, from what is published: the next iteration, and its first phase not done."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.tree import RunSettings
 from rollout.quota import Quota
 
@@ -28,19 +28,19 @@ def next_iteration(finished: Finished, settings: RunSettings) -> int:
 
 
 def resume_at(run_dir: RunDir, settings: RunSettings, iteration: int, policy: str | None = None) -> Phase:
-    """Return the first row of `iteration` that its durable outputs do not show as done.
+    """Return the first phase of `iteration` that its durable outputs do not show as done.
 
     An evaluation counts only if it is one of `policy` (None: of any).
     """
-    rows = rows_of(settings.kind)
-    if Phase.TRAINING in rows:
+    phases = phases_of(settings.kind)
+    if Phase.TRAINING in phases:
         if run_dir.checkpoint(iteration).name in published.names(run_dir.checkpoints):
             return Phase.ENGINE_RESTARTED
         if published.complete_staging(run_dir, iteration) is not None:
             return Phase.CHECKPOINT
-        if Phase.TRAIN_ROLLOUT not in rows:
+        if Phase.TRAIN_ROLLOUT not in phases:
             return Phase.ENGINE_STOPPED
-    if Phase.TRAIN_ROLLOUT in rows and published.read_manifest(run_dir, "train", iteration) is None:
+    if Phase.TRAIN_ROLLOUT in phases and published.read_manifest(run_dir, "train", iteration) is None:
         return Phase.TRAIN_PLAN
     opened = published.read_json(run_dir.iteration_json(iteration)) or {}
     due = opened.get("eval_slots") or settings.rollout_split == "eval-only"

@@ -10,7 +10,7 @@ from coordinator.directory.layout import REMOVED, parse_staging_name
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.fields import CheckpointSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
@@ -94,7 +94,7 @@ def verify_last(node: Node, iteration: Iteration) -> None:
     A damaged one is set aside, and Incomplete is raised: the iteration is not over, and is trained again.
     """
     is_last = iteration.number == node.settings.iterations
-    trains = Phase.TRAINING in rows_of(node.settings.kind)
+    trains = Phase.TRAINING in phases_of(node.settings.kind)
     if is_last and trains and not node.policies.is_verified(iteration.number):
         try:
             node.policies.verify_now(iteration.number, node.reading())

@@ -1,13 +1,13 @@
 """The child processes of a node (engine servers, trainer, model builder). None of them outlives the node.
 
 Parent-death signals fire when a *thread* ends and miss grandchildren, and the trainer's workers run in
-sessions of their own. So every process group to kill is written down on the local disk, and a *keeper*
-(`keeper.py`), a process in a session of its own, holds the read end of a pipe to the node. At end of file
+sessions of their own. So every process group to kill is written down on the local disk, and a *reaper*
+(`reaper.py`), a process in a session of its own, holds the read end of a pipe to the node. At end of file
 (the node has exited, or was killed) it kills every group that is written down, removes the spool and exits.
 A node that was killed keeps the pipe open while one of its threads sits in a hung mount, and a process that
-it has forked without exec shares the pipe. So the keeper also looks twice a second whether the node lives.
+it has forked without exec shares the pipe. So the reaper also looks twice a second whether the node lives.
 
-    /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the keeper removes it; also for engines' sockets
+    /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the reaper removes it; also for engines' sockets
       trainer-3/              Child.spool, one for each child; also for files between the node and this child
         pgid/4711, 4720       its process groups: its own, and those of grandchildren in other sessions
 
@@ -16,7 +16,7 @@ else: a child, and a trainer's worker, by a one-line shell (`trainer.job.launch.
 becomes the program by exec; a fork (`trainer.job.forks`) by itself. A process that cannot make the file,
 because the directory is gone, exits.
 
-*Why that is airtight.* The keeper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
+*Why that is airtight.* The reaper, and `Child.kill`, list `pgid/`, kill, forget what is gone and then try
 to remove the directory. A file made before that makes the removal fail, and the next pass kills its group;
 after it the file cannot be made, and the process exits. So there is no window between fork and
 registration, nor while the killing goes on. A killed group does not escape by forking: SIGKILL reaches all
@@ -45,7 +45,7 @@ from typing import Self
 
 import psutil
 
-from coordinator.machine import keeper
+from coordinator.machine import reaper
 from coordinator.machine.child_output import Output
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
@@ -103,7 +103,7 @@ class Child:
     ) -> None:
         self.name = name
         self.spool = spool
-        self._groups = str(spool / keeper.PGID_DIR)
+        self._groups = str(spool / reaper.PGID_DIR)
         self._lock = threading.Lock()
         self._buried = False
         self._process = subprocess.Popen(
@@ -167,8 +167,8 @@ class Child:
     def kill_now(self) -> None:
         """SIGKILL all its groups and wait for nothing."""
         if self._process.poll() is None:  # it may not have registered yet
-            keeper.kill_group(self.pid)
-        keeper.sweep(self._groups)
+            reaper.kill_group(self.pid)
+        reaper.sweep(self._groups)
 
     def _bury(self, timeout_s: float) -> bool:
         """Reap it, kill and forget its groups, take in its last output. False if time was too short."""
@@ -176,7 +176,7 @@ class Child:
             if self._buried:
                 return True
             deadline_s, pause_s = time.monotonic() + timeout_s, 0.001
-            while not (keeper.sweep(self._groups, _only_zombies) and self._process.poll() is not None):
+            while not (reaper.sweep(self._groups, _only_zombies) and self._process.poll() is not None):
                 if time.monotonic() > deadline_s:
                     return False
                 time.sleep(pause_s)
@@ -187,7 +187,7 @@ class Child:
 
 
 class Children:
-    """The child processes of this node and their keeper. A context manager: leaving it ends them all."""
+    """The child processes of this node and their reaper. A context manager: leaving it ends them all."""
 
     def __init__(self) -> None:
         self.group: GroupSettings | None = None
@@ -199,7 +199,7 @@ class Children:
         self._children: list[Child] = []
         self._is_ending = False
         self._closed = False
-        self._keeper = self._start_keeper()
+        self._reaper = self._start_reaper()
 
     @property
     def shares_imports(self) -> bool:
@@ -245,7 +245,7 @@ class Children:
         """Make the spool of a child that is about to start, for arguments that must name it."""
         spool = self.spool / f"{name}-{next(self._numbers)}"
         spool.mkdir()  # not its parents: that this node's own was removed is to be said
-        (spool / keeper.PGID_DIR).mkdir()
+        (spool / reaper.PGID_DIR).mkdir()
         return spool
 
     def start(
@@ -275,11 +275,11 @@ class Children:
         with self._lock:
             if self._is_ending:
                 raise ChildError(f"cannot start {name}: this node is ending its children")
-            self._ensure_keeper()
+            self._ensure_reaper()
             self._children = [child for child in self._children if child.spool.exists()]
             spool = spool or self.new_spool(name)
             if self.group is None:
-                argv = as_fork(argv, str(spool / keeper.PGID_DIR))
+                argv = as_fork(argv, str(spool / reaper.PGID_DIR))
             child = Child(name, argv, env=environment, spool=spool, log=log, echo=echo)
             self._children.append(child)
             return child
@@ -296,14 +296,14 @@ class Children:
         """SIGKILL all children, and let no other start. Takes no lock: the main thread may hang with it."""
         self._is_ending = True
         deadline_s = time.monotonic() + KILL_S
-        directories = keeper.pgid_directories(str(self.spool))
-        while not all([keeper.sweep(directory, _only_zombies) for directory in directories]):
+        directories = reaper.pgid_directories(str(self.spool))
+        while not all([reaper.sweep(directory, _only_zombies) for directory in directories]):
             if time.monotonic() > deadline_s:
                 return
             time.sleep(0.05)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """End all children (SIGTERM, after `grace_s` SIGKILL), then the keeper, which removes the spool."""
+        """End all children (SIGTERM, after `grace_s` SIGKILL), then the reaper, which removes the spool."""
         with self._lock:
             if self._closed:
                 return
@@ -314,15 +314,15 @@ class Children:
         for child in self._children:
             child.wait(max(0.0, deadline_s - time.monotonic()))
         self.kill_groups()
-        self._ensure_keeper()
+        self._ensure_reaper()
         try:
-            self._keeper.communicate(timeout=FLUSH_S)  # closes the pipe
+            self._reaper.communicate(timeout=FLUSH_S)  # closes the pipe
         except subprocess.TimeoutExpired:
-            logger.warning("the keeper (pid %d) stays until what was killed is gone", self._keeper.pid)
+            logger.warning("the reaper (pid %d) stays until what was killed is gone", self._reaper.pid)
 
-    def _start_keeper(self) -> subprocess.Popen[bytes]:
+    def _start_reaper(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, str(self.spool)],
+            [sys.executable, "-I", "-S", reaper.__file__, str(self.spool)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -330,10 +330,10 @@ class Children:
             start_new_session=True,
         )
 
-    def _ensure_keeper(self) -> None:
-        """Start another keeper if somebody killed it."""
-        if self._keeper.poll() is not None:
-            self._keeper = self._start_keeper()
+    def _ensure_reaper(self) -> None:
+        """Start another reaper if somebody killed it."""
+        if self._reaper.poll() is not None:
+            self._reaper = self._start_reaper()
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ def need_signals() -> None:
 
 class Signals:
     """Hands the first signal to `act`, in a thread. A second one ends the process at once: user code may hold
-    the node, or a hung mount, and the keeper does the rest.
+    the node, or a hung mount, and the reaper does the rest.
     """
 
     def __init__(self, act: Callable[[int], None]) -> None:

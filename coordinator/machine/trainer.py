@@ -26,7 +26,7 @@ from trainer.settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often a node looks at its trainers' progress, and at what ends the row, while no bell rings."""
+"""How often a node looks at its trainers' progress, and at what ends the phase, while no bell rings."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class TrainerHost:
     def ensure(
         self, config: Mapping[str, Any], processes: int, threads: int, settings: TrainerSettings
     ) -> None:
-        """Have this node's part of the job that `config` (row 9's document) names."""
+        """Have this node's part of the job that `config` (phase 9's document) names."""
         if self._meeting and self._meeting["job"] == config["job"]:
             if not self.is_alive():
                 raise TrainerFailed(f"the training job ended between iterations: {self._tail()}")

@@ -11,7 +11,7 @@ from coordinator.directory.layout import DOCUMENT, ENTER, MASTER, OK, Flag, Reco
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.failed_starts import report_failed_start
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import Watch
 from rollout.storage import files, once
@@ -88,7 +88,7 @@ class Flags:
         self._raised.clear()
 
     def leave(self, paths: Iterable[Path]) -> None:
-        """Take files that nobody reads any more once the present row is over: they are removed later."""
+        """Take files that nobody reads any more once the present phase is over: they are removed later."""
         self._over += paths
 
     def tell(self, kind: str, text: str, **more: Any) -> None:
@@ -113,7 +113,7 @@ class Flags:
         self._raise(0, 0, ENTER, payload)
 
     def raise_done(self, iteration: int, phase: Phase, payload: Payload) -> None:
-        """Say that this node has done its part of a row."""
+        """Say that this node has done its part of a phase."""
         self._raise(iteration, phase, OK, payload)
 
     def _raise(self, iteration: int, phase: int, kind: str, payload: Payload) -> None:
@@ -157,8 +157,8 @@ class Flags:
                 self.raise_flag(flag, self._raised[flag])
 
     def wait_members(self, iteration: int, phase: int) -> dict[int, Flag]:
-        """Wait until all other members have done a row (of iteration 0: entered the epoch); returns their
-        flags by rank. Then they have passed all rows before, and nobody needs this node's flags of these.
+        """Wait until all other members have done a phase (of iteration 0: entered the epoch); returns their
+        flags by rank. Then they have passed all phases before, and nobody needs this node's flags of these.
         """
         record = self._watch.record
         members = set(record.members) - {MASTER}
@@ -174,7 +174,7 @@ class Flags:
         return flags
 
     def wait_master(self, iteration: int, phase: Phase) -> Payload:
-        """Wait for the master's flag; returns its document. Then nobody needs this node's flag of the row."""
+        """Wait for the master's flag; returns its document. Then nobody needs this node's flag."""
         epoch = self._watch.record.epoch
         self._position.wait_for([MASTER])
         flag = self.wait_until(lambda board: board.done(epoch, iteration, phase).get(MASTER))
@@ -188,7 +188,7 @@ class Flags:
         self._sweep([self._identity.run_dir.entry(flag) for flag in over])
 
     def payloads(self, flags: Mapping[int, Flag], master_payload: Payload) -> dict[int, Payload]:
-        """Return, by rank, what the members' `flags` of a row say; `master_payload` is the master's part."""
+        """Return, by rank, what the members' `flags` say; `master_payload` is the master's part."""
         documents = files.side_by_side(partial(read_flag, self._identity.run_dir), list(flags.values()))
         return {MASTER: master_payload, **dict(zip(flags, documents, strict=True))}
 

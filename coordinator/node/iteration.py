@@ -1,4 +1,4 @@
-"""The state of one iteration, and of no other; every row's function is given it."""
+"""The state of one iteration, and of no other; every phase's function is given it."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.directory.published import Policy
 from coordinator.node.flags import Payload
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.tree import RunSettings
 
 
@@ -17,14 +17,14 @@ class Iteration:
     number: int
     begun_s: float = field(default_factory=time.monotonic)
     """The moment at which this process first began the iteration; an epoch before may have been cut off."""
-    row_begun_s: float | None = None
-    """The moment at which its row of now began; None before the first."""
+    phase_begun_s: float | None = None
+    """The moment at which its present phase began; None before the first."""
     resume_at: Phase = Phase.TRAIN_PLAN
-    """The first row that runs after row 0; earlier ones are done."""
+    """The first phase that runs after phase 0; earlier ones are done."""
     documents: dict[Phase, Payload] = field(default_factory=dict[Phase, Payload])
     """What the master's flags have said."""
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of each row, by label, as this process finished it last; epochs before count."""
+    """Seconds of each phase, by label, as this process finished it last; epochs before count."""
     ended_in: dict[str, int] = field(default_factory=dict[str, int])
     """The epoch of that, by label."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -33,11 +33,11 @@ class Iteration:
     """The policy that this iteration has trained, in a copy on this machine, while its checkpoint is not
     durable."""
     ahead_s: float = 0.0
-    """For how long this node has made groups of the iteration before its row had begun."""
+    """For how long this node has made groups of the iteration before its phase had begun."""
     progress: dict[str, Any] = field(default_factory=dict[str, Any])
     """What this node's position has said at the end of the training rollout (Position.describe)."""
     waited_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of a row in which this node had nothing to do but to see whether others leave it something."""
+    """Seconds of a phase in which this node had nothing to do but to see whether others leave something."""
 
     def again(self) -> "Iteration":
         """Return the same iteration as another epoch begins it, with the times of what is finished."""
@@ -59,6 +59,6 @@ class Iteration:
         return self.header["opened"]
 
     def has(self, phase: Phase, settings: RunSettings) -> bool:
-        """Return whether a row is to run: it belongs to this kind of run, and is not done."""
+        """Return whether a phase is to run: it belongs to this kind of run, and is not done."""
         is_done = Phase.ITERATION_START < phase < self.resume_at
-        return not is_done and phase in rows_of(settings.kind)
+        return not is_done and phase in phases_of(settings.kind)

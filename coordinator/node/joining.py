@@ -9,8 +9,8 @@ from coordinator.directory.layout import MASTER, Beat
 from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
+from coordinator.node.phase_endings import CODES, MOVED, PhaseEndings
 from coordinator.node.position import GATHERING, Position
-from coordinator.node.row_endings import CODES, MOVED, RowEndings
 from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
@@ -39,7 +39,7 @@ class Joining:
         position: Position,
         watch: Watch,
         messages: Messages,
-        row_endings: RowEndings,
+        phase_endings: PhaseEndings,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
         """`describe`: what this node's heartbeat says."""
@@ -47,7 +47,7 @@ class Joining:
         self._position = position
         self._watch = watch
         self._messages = messages
-        self._row_endings = row_endings
+        self._phase_endings = phase_endings
         self._describe = describe
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
@@ -84,7 +84,7 @@ class Joining:
         members = self._wait_for_members(lobby.epoch)
         record = self._new_record(lobby.epoch + 1, "full", members)
         if not claim(self._identity.run_dir, record):
-            raise self._row_endings.superseded()
+            raise self._phase_endings.superseded()
         return record
 
     def _count_losses(self, left: EpochRecord | None) -> None:
@@ -109,10 +109,10 @@ class Joining:
         """
         until_s = time.monotonic() + CACHED_S
         while True:
-            self._row_endings.check()
+            self._phase_endings.check()
             board = self._watch.look(whole=True)
             if board.highest_incarnation(MASTER) > self._watch.incarnation:
-                raise self._row_endings.superseded()
+                raise self._phase_endings.superseded()
             number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
             record = self._new_record(number, kind, {})
             if claim(self._identity.run_dir, record):
@@ -131,7 +131,7 @@ class Joining:
         elif not claim(
             self._identity.run_dir, self._new_record(current.epoch + 1, "finished", current.members)
         ):
-            raise self._row_endings.superseded()
+            raise self._phase_endings.superseded()
 
     def returned(self) -> bool:
         """Return whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new
@@ -174,8 +174,8 @@ class Joining:
             return self._members(board, absent) if complete else None
 
         def check() -> None:
-            self._row_endings.check()
-            self._row_endings.check_still_master()
+            self._phase_endings.check()
+            self._phase_endings.check_still_master()
 
         def missing() -> str:
             return f"{self._identity.run_dir.names(self._position.waiting_for)} to start"
@@ -305,12 +305,12 @@ class Joining:
         def check() -> None:
             """With `shrink` a master that lives lets this node in at its next iteration, however late."""
             nonlocal asks_s
-            self._row_endings.check()
+            self._phase_endings.check()
             waited_s = time.monotonic() - started_s
             if waited_s >= asks_s:  # a newer process may have left: then no record ever lists it
                 asks_s = waited_s + self._cluster.node_timeout_s
                 if watch.heart.is_replaced():
-                    raise self._row_endings.superseded()
+                    raise self._phase_endings.superseded()
                 if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
                     self._say_if_unseen()
             silent_s = watch.silence.silent_s.get(MASTER, 0.0)
@@ -339,7 +339,7 @@ class Joining:
         """Raise what the newest epoch has already come to, if anything."""
         member = newest.members.get(self._identity.rank)
         if member is not None and member.incarnation > self._watch.incarnation:
-            raise self._row_endings.superseded()
+            raise self._phase_endings.superseded()
         if newest.kind == "finished":
             raise Ended(Exit.DONE, "the run is finished")
         if newest.kind == "moved":
@@ -347,7 +347,7 @@ class Joining:
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:
-                    raise self._row_endings.ending_of(Verdict(event, MASTER, flag))
+                    raise self._phase_endings.ending_of(Verdict(event, MASTER, flag))
 
 
 def gpu_shortfall(

@@ -1,4 +1,4 @@
-"""A node: its parts, its life from the first heartbeat to the last, and `step`, one row of the table."""
+"""A node: its parts, its life from the first heartbeat to the last, and `step`, one phase of the table."""
 
 import logging
 import os
@@ -37,12 +37,12 @@ from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
 from coordinator.node.outage import Outage
+from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
-from coordinator.node.row_endings import RowEndings
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
-from coordinator.protocol.phases import By, Phase
+from coordinator.protocol.phase import By, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import ENDED, Watch
@@ -85,15 +85,15 @@ class Node:
         self.watch = Watch(run_dir, rank, settings, self._describe, self.trainer.kill_now, start.run_id)
         self.signals = Signals(self._interrupt)
         self.messages = Messages(self.identity, self.position, self.watch)
-        self.row_endings = RowEndings(self.identity, self.position, self.watch, self.messages)
+        self.phase_endings = PhaseEndings(self.identity, self.position, self.watch, self.messages)
         self.flags = Flags(
             self.identity, self.position, self.watch, self.check, self.messages.missing,
             self.sweeper.sweep, start.left_behind,
         )  # fmt: skip
         self.joining = Joining(
-            self.identity, self.position, self.watch, self.messages, self.row_endings, self._describe
+            self.identity, self.position, self.watch, self.messages, self.phase_endings, self._describe
         )
-        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.row_endings)
+        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.phase_endings)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.watch.look_for_run = self.outage.look_for_run
@@ -141,12 +141,12 @@ class Node:
         return self.watch.record
 
     def check(self) -> None:
-        """Raise what has ended the present row, if anything has."""
-        self.row_endings.check()
+        """Raise what has ended the present phase, if anything has."""
+        self.phase_endings.check()
 
     def reading(self) -> Moved:
-        """Return what is told of each piece that this row reads: it is progress, and a row that has ended is
-        not read to its end. For any thread.
+        """Return what is told of each piece that this phase reads: it is progress, and a phase that has ended
+        is not read to its end. For any thread.
         """
         count = self.position.count_bytes()
 
@@ -215,8 +215,8 @@ class Node:
         current = self.watch.current
         return self.watch.incarnation, current.epoch if current is not None else 0
 
-    def row_stop(self, _iteration: int, _row: Phase) -> Stop:
-        """Return what says that a row has ended for this node."""
+    def phase_stop(self, _iteration: int, _phase: Phase) -> Stop:
+        """Return what says that a phase has ended for this node."""
         return self.watch.stop
 
     def first_part(self) -> int:
@@ -224,7 +224,7 @@ class Node:
         return 0
 
     def leave_claim(self, path: Path) -> None:
-        """Take a file of a row's claims: it is removed when the row is over."""
+        """Take a file of a phase's claims: it is removed when the phase is over."""
         self.flags.leave([path])
 
     def _interrupt(self, number: int) -> None:
@@ -311,7 +311,7 @@ class Node:
         if self._lock is not None:
             self._lock.release()
 
-    # ---- rows
+    # ---- phases
 
     def next_iteration(self, last: int, open_next: Callable[["Node"], int | None]) -> Iteration | None:
         """Return the iteration to run after `last` (0: the first one of this epoch), None when none is left.
@@ -347,18 +347,19 @@ class Node:
         before: Sequence[Beside] = (),
         after: Sequence[Beside] = (),
     ) -> None:
-        """Run one row: act if it is ours, raise our flag, wait for the master's.
+        """Run one phase: act if it is ours, raise our flag, wait for the master's.
 
-        Where the master acts alone, the document of its flag is the row's result. Else it acts, waits for the
-        flags of all, concludes with `then` from their payloads, and raises its own flag last; the conclusion
-        is its own. Every node does what is in `before`, whoever acts, and in `after`, once the row is done.
+        Where the master acts alone, the document of its flag is the phase's result. Else it acts, waits for
+        the flags of all, concludes with `then` from their payloads, and raises its own flag last; the
+        conclusion is its own. Every node does what is in `before`, whoever acts, and in `after`, once the
+        phase is done.
         """
         if not iteration.has(phase, self.settings):
             return
         number = iteration.number
         self.position.move("running", number, phase.label)
         self.check()
-        started_s = iteration.row_begun_s = time.monotonic()
+        started_s = iteration.phase_begun_s = time.monotonic()
         self.events.add("begin", it=number, row=phase.label)
         acts = self.is_master or phase.by is By.ALL
         for beside in before:

@@ -7,7 +7,7 @@ import time
 from coordinator.directory.layout import MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
-from coordinator.node.row_endings import CODES
+from coordinator.node.phase_endings import CODES
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beat
@@ -48,7 +48,7 @@ class OtherCrew:
 
     def hear(self) -> None:
         """Raise Ended if the other crew has ended or given up. Log why a machine of it could not start. In
-        whatever row this crew is, or while it gathers: it must not work on, or hold, for a run that is over.
+        whatever phase this crew is, or while it gathers: it must not work on, or hold, for a run that ended.
         """
         for flag in self._look().calls:
             if flag.rank != MASTER or flag in self._old:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from coordinator.machine.filesystems import find_mount
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
+from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.position import Position
-from coordinator.node.row_endings import RowEndings
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.watch import Watch
@@ -27,13 +27,13 @@ class Outage:
         position: Position,
         watch: Watch,
         messages: Messages,
-        row_endings: RowEndings,
+        phase_endings: PhaseEndings,
     ) -> None:
         self._identity = identity
         self._position = position
         self._watch = watch
         self._messages = messages
-        self._row_endings = row_endings
+        self._phase_endings = phase_endings
         self._full_s = (-math.inf, -math.inf)
         """When this node first, and last, waited for free space."""
         self._resolved = identity.root.resolve()
@@ -95,7 +95,7 @@ class Outage:
         self._position.move("fenced")
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while not fence.wait_until_back(cluster.beat_interval_s / 4):
-            self._row_endings.check_self()
+            self._phase_endings.check_self()
             if is_master and not heart.was_seen and self._watch.away is None:
                 unseen = f"{root} takes this node's heartbeats, but has shown none of them"
                 text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
@@ -107,14 +107,14 @@ class Outage:
         if not is_master:
             self._watch.leave()
             if not heart.renew():
-                raise self._row_endings.superseded()
+                raise self._phase_endings.superseded()
         fence.reset()
 
     def persist(self, write: Callable[[], None]) -> None:
         """Call `write`, again once the shared directory is back: finished work must not be lost with it."""
 
         def check(error: SharedFsError) -> None:
-            self._row_endings.check_self()
+            self._phase_endings.check_self()
             self.full(error)
 
         cluster = self._identity.settings.cluster
@@ -126,5 +126,5 @@ class Outage:
             except SharedFsError as error:
                 if not is_away(error) or time.monotonic() > deadline_s:
                     raise
-                self._row_endings.check_self()
+                self._phase_endings.check_self()
                 time.sleep(cluster.poll_max_s)

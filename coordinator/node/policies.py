@@ -76,7 +76,7 @@ class Policies:
         """Have the model of a checkpoint on this machine. The trainer's state is left alone.
 
         It is verified while it is copied. If nothing has to be copied, a crew that only generates reads it to
-        verify it: no other row of its own does. Raises as Store.hold.
+        verify it: no other phase of its own does. Raises as Store.hold.
         """
         policy = self.policy_of(iteration)
         copies = self._identity.settings.engine.url is None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import ranks_text
 from rollout.engines.generated import Generated
 
@@ -18,13 +18,13 @@ STATES = {
     "fenced": "waiting for the shared directory",
     "running": "entering the epoch",
 }
-"""What goes on outside of the rows."""
+"""What goes on outside of the phases."""
 UNITS = {
     Phase.TRAIN_ROLLOUT.label: "tasks",
     Phase.EVAL_ROLLOUT.label: "tasks",
     Phase.TRAINING.label: "parts",
 }
-"""What the progress of a row is counted in; other rows count megabytes."""
+"""What the progress of a phase is counted in; other phases count megabytes."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Position:
         self, names: Callable[[Iterable[int]], str] = ranks_text, engine_starts: Callable[[], bool] = bool
     ) -> None:
         """`names`: what a person calls nodes, by rank. `engine_starts`: whether the node's engine is just
-        starting, in whatever row that is.
+        starting, in whatever phase that is.
         """
         self._names, self._engine_starts = names, engine_starts
         self._place = _Place()
@@ -94,7 +94,7 @@ class Position:
         return now_s
 
     def reach(self, done: int, total: int, tokens: int = 0) -> None:
-        """Take in the progress in this row; `tokens`: how many were generated in it."""
+        """Take in the progress in this phase; `tokens`: how many were generated in it."""
         place = self._place
         place.steps += 1
         place.reached_s = time.monotonic()
@@ -118,11 +118,11 @@ class Position:
             place.reached_s = time.monotonic()
 
     def step(self) -> None:
-        """Say that the row gets on, also where nothing of what is counted is done."""
+        """Say that the phase gets on, also where nothing of what is counted is done."""
         self._place.steps += 1
 
     def count_bytes(self) -> Callable[[int], None]:
-        """Return what counts bytes as the progress of this row, in megabytes; for any thread."""
+        """Return what counts bytes as the progress of this phase, in megabytes; for any thread."""
         place, moved = self._place, 0
 
         def count(size: int) -> None:
@@ -140,7 +140,7 @@ class Position:
 
     @property
     def phase(self) -> Phase | None:
-        """The row that the node is in."""
+        """The phase that the node is in."""
         return Phase[self._place.phase.upper()] if self._place.phase else None
 
     @property
@@ -188,7 +188,7 @@ class Position:
         return same, f"{doing}, {seconds:.0f} s so far{left}"
 
     def _work(self) -> str:
-        """Return what the node does now, if that is not what the row is for."""
+        """Return what the node does now, if that is not what the phase is for."""
         if self._engine_starts():
             return "starting the engine"
         starts = self._place.phase == Phase.TRAINING.label and not self._place.total

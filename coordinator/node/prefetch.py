@@ -25,8 +25,8 @@ class _Stopped(Exception):
 
 
 class Prefetch:
-    """Fetches one policy at a time. A row that needs it sooner waits for the copy, and reads nothing twice;
-    whatever goes wrong here, the row meets it itself and acts on it.
+    """Fetches one policy at a time. A phase that needs it sooner waits for the copy, and reads nothing twice;
+    whatever goes wrong here, the phase meets it itself and acts on it.
     """
 
     def __init__(self, run_dir: RunDir, policies: Policies) -> None:

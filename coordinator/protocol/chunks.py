@@ -22,11 +22,11 @@ CHUNK_FRACTION = 3
 groups.
 """
 FORGIVEN = 1.5
-"""A rank that has made nothing in a row is taken to be faster by this factor in the next."""
+"""A rank that has made nothing in a phase is taken to be faster by this factor in the next."""
 
 
 class Pace(NamedTuple):
-    """What a rank has done in a row: `work`, costs of its groups, and `busy_s`, their seconds in flight,
+    """What a rank has done in a phase: `work`, costs of its groups, and `busy_s`, their seconds in flight,
     both added up; `width`, how many groups it may have in flight at once.
     """
 
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """All chunks of a row, the chunk at which each rank begins, and the paces that are known."""
+    """All chunks of a phase, the chunk at which each rank begins, and the paces that are known."""
 
     chunks: list[Chunk]
     first: dict[int, int]
@@ -103,7 +103,7 @@ def paces_of(document: Mapping[str, Any]) -> dict[int, Pace]:
 
 
 class Made(NamedTuple):
-    """What a rank has made in a row: `seconds`, by slot, that each group was in flight, and its `width`."""
+    """What a rank has made in a phase: `seconds`, by slot, that each group was in flight, and its `width`."""
 
     seconds: dict[int, float]
     width: int
@@ -124,7 +124,7 @@ NOTHING_S = 1e-6
 def measured(
     timings: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, Pace]]:
-    """Return what the groups of a row have cost, by slot, and the paces of the ranks that have made them.
+    """Return what the groups of a phase have cost, by slot, and the paces of the ranks that have made them.
 
     `tokens` by slot: of the longest sample of each group; `expected`: the costs that were expected of those
     whose task had been made before. Of the others is expected what their tokens say, and so it is taken for
@@ -147,7 +147,7 @@ def measured(
 
 
 def carried(before: Mapping[int, Pace], latest: Mapping[int, Pace]) -> dict[int, Pace]:
-    """Return what is known of the ranks after a row, in which those of `latest` have made groups.
+    """Return what is known of the ranks after a phase, in which those of `latest` have made groups.
 
     A rank that has made nothing is believed to be faster by and by, until it is the fastest or gets a group
     again: what was measured in a bad moment would else keep work from it for ever.
@@ -243,7 +243,7 @@ class Standing(NamedTuple):
     open_work: float
     """Costs of its groups that are claimed and have not ended, added up, as expected."""
     pace: float | None
-    """Its cost a second of one group in this row; None while no group of it has ended."""
+    """Its cost a second of one group in this phase; None while no group of it has ended."""
     still_s: float
     """For how long nobody has claimed anything."""
     width: int

@@ -20,11 +20,11 @@ OUTCOMES: dict[int, str] = {Exit.DONE: "finished", Exit.LOST: "lost", Exit.INTER
 """How a run has ended, by the exit code of `run`; every other code: failed."""
 
 
-class RowEnded(Exception):
-    """The present row is over; what comes next depends on the kind of exception."""
+class PhaseEnded(Exception):
+    """The present phase is over; what comes next depends on the kind of exception."""
 
 
-class Ended(RowEnded):
+class Ended(PhaseEnded):
     """This node ends: the exit code, a text for the person, and the flag that tells the others."""
 
     def __init__(self, code: Exit, text: str, tell: str | None = None) -> None:
@@ -34,7 +34,7 @@ class Ended(RowEnded):
         self.tell = tell
 
 
-class NodeLost(RowEnded):
+class NodeLost(PhaseEnded):
     """The master has lost a node that it holds for, or goes on without; the text says who, and the repair."""
 
     def __init__(self, rank: int, text: str, stalled: bool = False) -> None:
@@ -44,15 +44,15 @@ class NodeLost(RowEnded):
         """Whether it still beats: then it has to come back as another incarnation."""
 
 
-class Fenced(RowEnded):
+class Fenced(PhaseEnded):
     """This node was without the shared directory for too long: it must leave its epoch, and come back."""
 
 
-class EpochChanged(RowEnded):
+class EpochChanged(PhaseEnded):
     """A newer epoch is to be entered: all that this node does for the old one is over."""
 
 
-class TrainerFailed(RowEnded):
+class TrainerFailed(PhaseEnded):
     """The training job failed or was ended on this node; the text holds the tail of its log."""
 
     def __init__(self, text: str, comes_again: bool = False) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import Board
 from coordinator.settings.tree import RunSettings
 
@@ -99,7 +99,7 @@ class Silence:
 
 
 class Standstill:
-    """For how long the row and the progress of each rank have stood still, although it beats.
+    """For how long the phase and the progress of each rank have stood still, although it beats.
 
     A rank that waits for others does not stand still.
     """
@@ -132,7 +132,7 @@ class Standstill:
             self.still_s.pop(rank, None)
 
     def beyond(self, limit_s: Callable[[str], float | None], grace_s: float) -> set[int]:
-        """Return the ranks that have stood still for longer than the limit of their row, and `grace_s`."""
+        """Return the ranks that have stood still for longer than the limit of their phase, and `grace_s`."""
         limits = {rank: limit_s(str(place[2])) for rank, place in self._places.items()}
         return {
             rank for rank, most_s in limits.items()
@@ -141,7 +141,7 @@ class Standstill:
 
 
 def stall_limit_s(settings: RunSettings, label: str) -> float | None:
-    """For how long progress in a row may stand still, by the row's label; None: without limit."""
+    """For how long progress in a phase may stand still, by the phase's label; None: without limit."""
     if label not in {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label}:
         return settings.trainer.stall_timeout_s
     rollout = settings.rollout

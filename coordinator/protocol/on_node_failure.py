@@ -13,7 +13,7 @@ class FailurePolicy:
     shrinks = False
     """Whether an epoch may begin without a node, which is let in later."""
     finishes_share = True
-    """Whether the master finishes its share of a row before it heeds a loss."""
+    """Whether the master finishes its share of a phase before it heeds a loss."""
 
     def gathers_for_s(self, cluster: ClusterSettings, is_after_loss: bool) -> float:
         """Return for how long the master gathers nodes, before it begins without the absent ones."""

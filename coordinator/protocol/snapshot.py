@@ -26,14 +26,14 @@ class Board:
     """Of each rank, the newest beat of its newest incarnation."""
     flags: frozenset[Flag]
     calls: tuple[Flag, ...]
-    """Flags that say something else than that a row is done or an epoch entered, in a fixed order."""
+    """Flags that say something else than that a phase is done or an epoch entered, in a fixed order."""
     entries: dict[str, Beat | Flag | Record]
     """What was listed, by name; unknown names are left out."""
     profiles: tuple[ProfileRequest, ...] = ()
     """What is asked of nodes by those who look at the run."""
 
     def done(self, epoch: int, iteration: int, phase: int) -> dict[int, Flag]:
-        """By rank, the flags that say that a row is done; of iteration 0, that the epoch is entered."""
+        """By rank, the flags that say that a phase is done; of iteration 0, that the epoch is entered."""
         place = (epoch, iteration, phase)
         return {flag.rank: flag for flag in self.flags if flag[:3] == place and not flag.is_call}
 

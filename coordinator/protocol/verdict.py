@@ -21,7 +21,7 @@ class Event(Enum):
     GAVE_UP = "the master gave up"
     LEFT = "a node left"
     SILENT = "a node is silent"
-    STALLED = "a node beats, but its row and its progress stand still"
+    STALLED = "a node beats, but its phase and its progress stand still"
     TRAINER_FAILED = "the training job failed on a node"
     RETURNED = "a member was restarted: a higher incarnation of it beats"
 
@@ -51,7 +51,7 @@ def decide(
     master_patience_s: float | None = None,
     stalled: Collection[int] = (),
 ) -> Verdict | None:
-    """Return the first thing in the snapshot that ends the row this node is in, or None.
+    """Return the first thing in the snapshot that ends the phase this node is in, or None.
 
     A worker holds for a lost master for `master_patience_s`; None: it ends when the master left or is silent.
     `current` is the epoch this node entered, `newest` the highest record. The master judges workers;

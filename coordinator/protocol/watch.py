@@ -1,7 +1,7 @@
 """Watch the other nodes, and show this one: one thread beats, lists the directory, and judges.
 
 The main thread lists it too while it waits; both go through `look`. A verdict sets `stop`, at which actions
-end; the node turns the verdict into the exception that ends its row.
+end; the node turns the verdict into the exception that ends its phase.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class Watch:
         self.error: BaseException | None = None
         self.signal: int | None = None
         self.stop = threading.Event()
-        """Set when the present row has ended: by a verdict, a signal, or an error of the watch thread."""
+        """Set when the present phase has ended: by a verdict, a signal, or an error of the watch thread."""
         self.hear_others: Callable[[], None] = lambda: None
         """Called at each heartbeat; an Ended that it raises ends this node, whatever it does."""
         self.look_for_run: Callable[[], None] = lambda: None
@@ -280,7 +280,7 @@ class Watch:
 
     @property
     def lost(self) -> set[int]:
-        """The ranks that this node judges to be lost, whether or not the row goes on."""
+        """The ranks that this node judges to be lost, whether or not the phase goes on."""
         limit_s, verdict = self._cluster.node_timeout_s, self.verdict
         lost = {rank for rank, silent_s in dict(self.silence.silent_s).items() if silent_s >= limit_s}
         if verdict is not None and verdict.rank is not None and verdict.event in LOSSES:
@@ -296,12 +296,12 @@ class Watch:
 
     @property
     def held(self) -> Verdict | None:
-        """The loss that the master heeds once its share of the row is made."""
+        """The loss that the master heeds once its share of the phase is made."""
         verdict = self.verdict
         return verdict if verdict is not None and self._is_held(verdict) else None
 
     def _is_held(self, verdict: Verdict) -> bool:
-        """Return whether the row's work goes on: the master may finish its share first."""
+        """Return whether the phase's work goes on: the master may finish its share first."""
         finishes_share = failure_policy(self._cluster.on_node_failure).finishes_share
         return verdict.event in LOSSES and self.rank == MASTER and finishes_share
 

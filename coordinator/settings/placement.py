@@ -11,7 +11,7 @@ from typing import Literal
 from coordinator.settings.ranges import parse_ranges
 
 Crew = Literal["main", "rollout", "train"]
-"""The nodes that go through rows together: through all 14, or those that generate, and those that train."""
+"""The nodes that go through phases together: through all 14, or those that generate, and those that train."""
 CREWS: tuple[Crew, ...] = ("main", "rollout", "train")
 
 HALVES: tuple[Crew, Crew] = ("rollout", "train")

@@ -19,9 +19,9 @@ from coordinator.start.functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.kinds.choice import any_kind, engine_kind
 from rollout.engines.kinds.kind import EngineKind, ServerSettingError
-from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest
 from rollout.engines.model_facts import count_parameters
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
@@ -193,7 +193,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             refusals_of_tasks.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
             tasks = refusals_of_tasks.without_longer(settings, model, tasks)
             context = any_kind(settings.engine).context(model)
-            has_end = refusals_of_models.has_end(settings, read_marks(model))
+            has_end = refusals_of_models.has_end(settings, read_special_tokens(model))
             base_files = known_files.checksums(model, model_files(model))
             model_digest = policy_digest(base_files)
         return Inputs(

@@ -9,9 +9,9 @@ from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
 from rollout.engines.kinds.kind import EngineKind
-from rollout.engines.marks import Marks, read_marks
 from rollout.engines.model_dir import is_adapter
 from rollout.engines.model_facts import DEQUANTISED, quantisation, vocabulary_size
+from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
 from rollout.environments.self_teacher import SelfTeacher
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
@@ -35,7 +35,7 @@ def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
     rollout = settings.rollout
     if rollout.teacher is None or SelfTeacher.from_settings(rollout) or settings.rollout_split == "eval-only":
         return {}
-    known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    known, rows = read_special_tokens(model_dir), vocabulary_size(model_dir)
     tokens = [known.words - 1, *known.end_ids]  # one that was added for padding, say, is in no sample
     largest = max(token for token in tokens if rows is None or token < rows)
 
@@ -93,9 +93,9 @@ def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
     )
 
 
-def has_end(settings: RunSettings, marks: Marks) -> bool:
+def has_end(settings: RunSettings, special_tokens: SpecialTokens) -> bool:
     """Return whether a token can end what the model says. SettingsError if demonstrations need one."""
-    if marks.end_ids or marks.stop_ids(settings.rollout.stop):
+    if special_tokens.end_ids or special_tokens.stop_ids(settings.rollout.stop):
         return True
     if settings.rollout.environment in WRITTEN:
         raise SettingsError(

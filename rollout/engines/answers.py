@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from rollout.engines.marks import NO_MARKS, Marks
+from rollout.engines.special_tokens import NO_SPECIAL_TOKENS, SpecialTokens
 
 UNIX = "unix:"
 """A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
@@ -49,7 +49,7 @@ class EngineFacts:
     may_force: bool = True
     """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
     the policy would not have chosen, or nothing is."""
-    marks: Marks = NO_MARKS
+    special_tokens: SpecialTokens = NO_SPECIAL_TOKENS
     """The special tokens of the model that it serves."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rollout.engines import spelling
+from rollout.engines import appended_text
 from rollout.engines.answers import (
     EXCERPT,
     HOST_OF_SOCKET,
@@ -152,8 +152,8 @@ class EngineClient:
     async def _complete(
         self, prompt: str | Sequence[int], sampling: Sampling, pictures: Sequence[str] = ()
     ) -> list[Completion]:
-        marks = self.facts.marks
-        request = completion_request(prompt, sampling, marks)
+        special_tokens = self.facts.special_tokens
+        request = completion_request(prompt, sampling, special_tokens)
         if pictures:
             request["content_parts"] = [await asyncio.to_thread(self._part, digest) for digest in pictures]
         if not self.facts.is_seeded:
@@ -172,7 +172,7 @@ class EngineClient:
             self._in_flight[replica] -= sampling.n
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [completion_of(choice, sampling, marks, pictures) for choice in choices]
+            completions = [completion_of(choice, sampling, special_tokens, pictures) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
@@ -220,7 +220,7 @@ class EngineClient:
         a text. `template`: what else the chat template gets, `tools` and `chat_template_kwargs`.
         """
         if isinstance(text, str):
-            return await spelling.token_ids(text, self._plain, self.detokenize, self._tokenizer_facts)
+            return await appended_text.token_ids(text, self._plain, self.detokenize, self._tokenizer_facts)
         return await self._tokenize({"messages": list(text), "add_generation_prompt": True, **template})
 
     async def tokenize_whole(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.engines.marks import NO_MARKS, Marks
+from rollout.engines.special_tokens import NO_SPECIAL_TOKENS, SpecialTokens
 from rollout.origin import Sampling
 from rollout.trajectory import Picture, Turn
 
@@ -61,9 +61,9 @@ class Completion:
 
 
 def completion_request(
-    prompt: str | Sequence[int], sampling: Sampling, marks: Marks = NO_MARKS
+    prompt: str | Sequence[int], sampling: Sampling, special: SpecialTokens = NO_SPECIAL_TOKENS
 ) -> dict[str, Any]:
-    """Return the body of a request for completions of a model with these `marks`."""
+    """Return the body of a request for completions of a model with these special tokens."""
     return {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "n": sampling.n,
@@ -74,8 +74,8 @@ def completion_request(
         "min_p": sampling.min_p,
         "stop": list(sampling.stop),
         # vLLM takes only the tokenizer's end of sequence and those of generation_config.json by itself.
-        "stop_token_ids": [*dict.fromkeys([*marks.end_ids, *marks.stop_ids(sampling.stop)])],
-        "skip_special_tokens": not _shows_marks(sampling, marks),
+        "stop_token_ids": [*dict.fromkeys([*special.end_ids, *special.stop_ids(sampling.stop)])],
+        "skip_special_tokens": not _shows_special(sampling, special),
         "seed": sampling.seed,
         "logprobs": 0,
         "return_token_ids": True,
@@ -86,10 +86,10 @@ def completion_request(
     }
 
 
-def _shows_marks(sampling: Sampling, marks: Marks) -> bool:
+def _shows_special(sampling: Sampling, special: SpecialTokens) -> bool:
     """Return whether the engine has to leave special tokens in the text, because it is searched for them."""
-    stops = marks.stop_ids(sampling.stop).values()
-    return marks.are_in(sampling.reasoning_end, *(text for text in sampling.stop if text not in stops))
+    stops = special.stop_ids(sampling.stop).values()
+    return special.are_in(sampling.reasoning_end, *(text for text in sampling.stop if text not in stops))
 
 
 def finish_reason(reason: str) -> str:
@@ -105,7 +105,10 @@ def whole_characters(text: str) -> str:
 
 
 def completion_of(
-    choice: dict[str, Any], sampling: Sampling, marks: Marks = NO_MARKS, pictures: Sequence[str] = ()
+    choice: dict[str, Any],
+    sampling: Sampling,
+    special: SpecialTokens = NO_SPECIAL_TOKENS,
+    pictures: Sequence[str] = (),
 ) -> Completion:
     """Return one completion of an answer to `completion_request`. Its text has no special token but the end
     of the reasoning. `pictures`: the digests of those that the prompt shows. Raises KeyError, TypeError or
@@ -117,9 +120,9 @@ def completion_of(
         raise TypeError("token_ids and token_logprobs must be lists")
     text, stop = choice["text"], choice.get("stop_reason")
     if isinstance(stop, int):
-        stop = marks.stop_ids(sampling.stop).get(stop)
-    if _shows_marks(sampling, marks):
-        text = marks.without(text, [sampling.reasoning_end or ""])
+        stop = special.stop_ids(sampling.stop).get(stop)
+    if _shows_special(sampling, special):
+        text = special.without(text, [sampling.reasoning_end or ""])
     return Completion(
         choice["prompt_token_ids"],
         token_ids,

@@ -78,7 +78,7 @@ class ChatTemplate:
 
     async def _marked(self, turn: Completion, parser: str) -> str | None:
         """Return the text of a turn with special tokens, if calls may be between them."""
-        special, ids = self._client.facts.marks.ids.values(), turn.token_ids
+        special, ids = self._client.facts.special_tokens.ids.values(), turn.token_ids
         if parser not in MARKED:
             ids = ids[:-1] if ids and ids[-1] in special else ids  # the end is no part of a call
             if not any(token in special for token in ids):

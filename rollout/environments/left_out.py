@@ -5,7 +5,7 @@ answer with a mark at which no engine stops.
 from collections.abc import Iterator, Sequence
 
 from rollout.engines.answers import RequestRefused
-from rollout.engines.marks import Marks
+from rollout.engines.special_tokens import SpecialTokens
 from rollout.environments.demonstration import SAID
 from rollout.environments.policy import Policy, opening
 from rollout.tasks.messages import Message, same_beginning
@@ -16,7 +16,7 @@ _FIELDS = (*SAID[1:], "name")
 
 
 async def template_warnings(
-    tasks: TaskSet, shown: Sequence[int], policy: Policy, marks: Marks, is_written: bool
+    tasks: TaskSet, shown: Sequence[int], policy: Policy, special_tokens: SpecialTokens, is_written: bool
 ) -> list[str]:
     """Return what to warn of in the chat template of the policy's model, tried with the tasks `shown`.
     `policy` has the settings' stop strings. `is_written`: the run trains on given answers, no stop ends one.
@@ -32,11 +32,11 @@ async def template_warnings(
             f"{tasks.place(min(first.values()))}: the model's chat template leaves out {', '.join(counted)}; "
             "the model reads what is in `content`"
         )
-    if mark := await _mark_without_end(policy, marks):
+    if mark := await _mark_without_end(policy, special_tokens):
         setting = "" if is_written else f"give rollout.stop='[\"{mark}\"]', or "
         warnings.append(
             f"the model's chat template ends an answer with {mark}, which neither the tokenizer nor a "
-            f"configuration calls an end of sequence; {setting}add its id, {marks.ids[mark]}, to "
+            f"configuration calls an end of sequence; {setting}add its id, {special_tokens.ids[mark]}, to "
             "eos_token_id in generation_config.json"
         )
     return warnings
@@ -92,7 +92,7 @@ def _without(part: str, message: Message) -> Message | None:
     )
 
 
-async def _mark_without_end(policy: Policy, marks: Marks) -> str | None:
+async def _mark_without_end(policy: Policy, special_tokens: SpecialTokens) -> str | None:
     """Return the special token that the chat template writes behind an answer, if it writes one and nothing
     there ends a generation; else None.
     """
@@ -104,7 +104,7 @@ async def _mark_without_end(policy: Policy, marks: Marks) -> str | None:
     except RequestRefused:
         return None
     behind = first[len(first) - same_beginning(first[::-1], other[::-1]) :]
-    if {*marks.end_ids, *marks.stop_ids(policy.sampling.stop)} & {*behind}:
+    if {*special_tokens.end_ids, *special_tokens.stop_ids(policy.sampling.stop)} & {*behind}:
         return None
-    texts = {token: text for text, token in marks.ids.items()}
+    texts = {token: text for text, token in special_tokens.ids.items()}
     return next((texts[token] for token in behind if token in texts), None)

@@ -17,8 +17,8 @@ from typing import Any
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.engines.marks import read_marks
 from rollout.engines.model_facts import most_tokens, placeholder, template_text, vocabulary_size
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.left_out import template_warnings
 from rollout.environments.policy import Policy, opening
@@ -51,7 +51,7 @@ _WRITTEN: dict[str, Any] = {"demonstration": demonstration, "preference": prefer
 class _Look:
     """What is looked for in the texts of a task set, and what was found."""
 
-    marks: dict[int, str]
+    special_tokens: dict[int, str]
     context: int | None
     """How many tokens a sample may have at most for all that read it."""
     lacking: list[str]
@@ -82,16 +82,16 @@ def try_tasks(
     Raises TaskError, which names the task, for one that the model cannot take. `longest`: how many tokens a
     sample may have, by what reads samples.
     """
-    known, rows = read_marks(model_dir), vocabulary_size(model_dir)
+    known, rows = read_special_tokens(model_dir), vocabulary_size(model_dir)
     most_of_model = most_tokens(model_dir)
     contexts = [*longest.values(), *([] if most_of_model is None else [most_of_model])]
-    marks = {token: text for text, token in known.ids.items()}
+    special_tokens = {token: text for text, token in known.ids.items()}
     most = math.inf if rows is None else rows
     added, template = {**known.ids, **known.others}, template_text(model_dir)
     lacking = [text for text, token in added.items() if token >= most]
     place = placeholder(model_dir)
     picture = next((text for text, token in added.items() if token == place), None)
-    look = _Look(marks, min(contexts, default=None), lacking, known.words > most, template, picture)
+    look = _Look(special_tokens, min(contexts, default=None), lacking, known.words > most, template, picture)
     _look(tasks.tasks, look)
     if look.in_place:
         raise TaskError(
@@ -152,7 +152,7 @@ def _unseen(tasks: TaskSet) -> Iterator[str]:
 
 def _look(tasks: Sequence[Task], look: _Look) -> None:
     """Find the tasks to render: the first of each shape, and those that the model may not be able to take."""
-    mark = re.compile("|".join(map(re.escape, look.marks.values())) or "(?!)")
+    mark = re.compile("|".join(map(re.escape, look.special_tokens.values())) or "(?!)")
     for index, task in enumerate(tasks):
         messages = [*task.get("messages", ()), *([task[ANSWER]] if ANSWER in task else [])]
         lists = [answer for name in ("chosen", "rejected") if isinstance(answer := task.get(name), list)]
@@ -199,7 +199,7 @@ def longer_prompts(
     """Return the tokens of each prompt that has more than `longest`, by the index of its task. Raises
     TaskError, which names the task, for one that the model cannot take.
     """
-    limits = {"end_ids": read_marks(model_dir).end_ids, "context": None, "vocabulary": None}
+    limits = {"end_ids": read_special_tokens(model_dir).end_ids, "context": None, "vocabulary": None}
     lengths: dict[int, int] = {}
     template: dict[bool, int] = {}  # by whether tools are shown: more than it writes by itself
 
@@ -256,19 +256,19 @@ async def _prompt(
 
 def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any]) -> Iterator[str]:
     """Yield what is odd about the special tokens of a prompt."""
-    marks, ends = look.marks, limits["end_ids"]
-    first = [token for token in prompt[:4] if token in marks]
-    doubled = next((token for token, other in pairwise(prompt) if token == other and token in marks), None)
+    special, ends = look.special_tokens, limits["end_ids"]
+    first = [token for token in prompt[:4] if token in special]
+    doubled = next((token for token, other in pairwise(prompt) if token == other and token in special), None)
     if doubled is None and len(first) > 1 and first[0] == first[1]:
         doubled = first[0]
     if doubled is not None:
         yield (
-            f"its prompt has {marks[doubled]} twice: the tokenizer or the chat template writes it too; leave "
-            "it out of one of them"
+            f"its prompt has {special[doubled]} twice: the tokenizer or the chat template writes it too; "
+            "leave it out of one of them"
         )
     if prompt and prompt[-1] in ends:
-        yield f"its prompt ends with {marks.get(prompt[-1], prompt[-1])}, the end of a sequence"
+        yield f"its prompt ends with {special.get(prompt[-1], prompt[-1])}, the end of a sequence"
     elif "prompt" in task:
-        inside = next((token for token in prompt if token in ends and token in marks), None)
-        if inside is not None and not (marks[inside] in look.template or "eos_token" in look.template):
-            yield f"its prompt holds {marks[inside]}, the end of a sequence, which no chat template writes"
+        inside = next((token for token in prompt if token in ends and token in special), None)
+        if inside is not None and not (special[inside] in look.template or "eos_token" in look.template):
+            yield f"its prompt holds {special[inside]}, the end of a sequence, which no chat template writes"

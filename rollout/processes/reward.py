@@ -10,7 +10,7 @@ from typing import Any
 from rollout.environment_variables import cores
 from rollout.plugins import is_installed, load_as_it_was, load_function, sources
 from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
-from rollout.processes.trl_and_verl import with_our_parameters
+from rollout.processes.reward_signatures import with_our_parameters
 
 log = logging.getLogger(__name__)
 

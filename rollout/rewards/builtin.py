@@ -19,7 +19,7 @@ from rollout.origin import Code
 from rollout.plugins import SUFFIX, PluginError, check_call, code_of, is_async, load_function, sources
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
-from rollout.processes.trl_and_verl import with_our_parameters
+from rollout.processes.reward_signatures import with_our_parameters
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
@@ -38,7 +38,7 @@ from rollout.trajectory import Sample, largest
 Score = float | dict[str, float]
 """A number, or a dict of numbers: `reward` and any metrics."""
 RewardFunction = Callable[[Task, str], Score | Awaitable[Score]]
-"""What a user writes: (task, completion) -> score, sync or async; or as in `trl_and_verl`."""
+"""What a user writes: (task, completion) -> score, sync or async; or as in `reward_signatures`."""
 
 _DEFAULTS = RolloutSettings()
 

@@ -1,7 +1,7 @@
-"""Count and time the calls of this process on the shared directory, by row of the protocol table.
+"""Count and time the calls of this process on the shared directory, by phase of the protocol table.
 
 Each call goes through `retry`, or is the `drop` of a file that does no harm if it stays. A call of the main
-thread holds up the row that it is made in; calls of other threads (heartbeats, removals) do not.
+thread holds up the phase that it is made in; calls of other threads (heartbeats, removals) do not.
 """
 
 import sys
@@ -18,7 +18,7 @@ from rollout.storage import retry as retry_module
 T = TypeVar("T")
 
 BESIDE = "beside"
-"""What the calls of other threads are counted as, in place of a row."""
+"""What the calls of other threads are counted as, in place of a phase."""
 SUM = "sum of the rows"
 
 
@@ -26,11 +26,11 @@ class Calls:
     """The calls that this process makes from now on."""
 
     def __init__(self) -> None:
-        self.row = ""
-        """The row that the main thread is in."""
+        self.phase = ""
+        """The phase that the main thread is in."""
         self.count: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """By row, by what a call does."""
+        """By phase, by what a call does."""
         self._lock = threading.Lock()
         self._nested = threading.local()
         real = retry_module.retry
@@ -52,14 +52,14 @@ class Calls:
             finally:
                 self._nested.is_in = False
                 is_main = threading.current_thread() is threading.main_thread()
-                self._add(self.row if is_main else BESIDE, name(arguments), time.perf_counter() - began_s)
+                self._add(self.phase if is_main else BESIDE, name(arguments), time.perf_counter() - began_s)
 
         return timed
 
-    def _add(self, row: str, what: str, seconds: float) -> None:
+    def _add(self, phase: str, what: str, seconds: float) -> None:
         with self._lock:
-            self.count[row][what] += 1
-            self.seconds[row][what] += seconds
+            self.count[phase][what] += 1
+            self.seconds[phase][what] += seconds
 
     def clear(self) -> None:
         """Count anew."""
@@ -68,23 +68,23 @@ class Calls:
             self.seconds.clear()
 
     def per_iteration(self, iterations: int) -> dict[str, dict[str, tuple[float, float]]]:
-        """Return, by row, by what a call does, how many calls there were and their milliseconds."""
+        """Return, by phase, by what a call does, how many calls there were and their milliseconds."""
         return {
-            row: {
-                what: (number / iterations, 1e3 * self.seconds[row][what] / iterations)
+            phase: {
+                what: (number / iterations, 1e3 * self.seconds[phase][what] / iterations)
                 for what, number in sorted(counted.items())
             }
-            for row, counted in self.count.items()
+            for phase, counted in self.count.items()
         }
 
 
-def table(rows: Sequence[str], master: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
-    """Return a table in Markdown: what `per_iteration` gave of the master, and of a worker, by row."""
-    lines = ["| row | master | ms | a worker | ms |", "|---|---|---|---|---|"]
-    for row in (*rows, BESIDE):
-        cells = [cell for node in (master, worker) for cell in _cells(node.get(row, {}))]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    sums = [cell for node in (master, worker) for cell in _sums(node.get(row, {}) for row in rows)]
+def table(phases: Sequence[str], master: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
+    """Return a table in Markdown: what `per_iteration` gave of the master, and of a worker, by phase."""
+    lines = ["| phase | master | ms | a worker | ms |", "|---|---|---|---|---|"]
+    for phase in (*phases, BESIDE):
+        cells = [cell for node in (master, worker) for cell in _cells(node.get(phase, {}))]
+        lines.append(f"| {phase} | {' | '.join(cells)} |")
+    sums = [cell for node in (master, worker) for cell in _sums(node.get(phase, {}) for phase in phases)]
     return "\n".join([*lines, f"| {SUM} | {' | '.join(sums)} |"])
 
 
@@ -93,6 +93,6 @@ def _cells(calls: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
     return text or "none", f"{sum(ms for _, ms in calls.values()):.1f}"
 
 
-def _sums(rows: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[str, str]:
-    calls = [call for row in rows for call in row.values()]
+def _sums(phases: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[str, str]:
+    calls = [call for phase in phases for call in phase.values()]
     return f"{sum(number for number, _ in calls):.4g}", f"{sum(ms for _, ms in calls):.1f}"

@@ -9,7 +9,7 @@ disturb the nodes: with the default timeouts and every core busy, it counts the 
 hold a run.
 
 Detection: from the fault until every surviving node has said which node is lost. First work: from the restart
-of a node's command to its first flag of a row, or its first part, in a newer epoch; if its engine started
+of a node's command to its first flag of a phase, or its first part, in a newer epoch; if its engine started
 before that, the engine's start is given separately.
 """
 
@@ -178,7 +178,7 @@ class Injector:
 
     def _place(self) -> str:
         flags = [flag for flag in self._board().flags if flag.rank == 0 and flag.is_done]
-        return f"iteration {max(flags).iteration} after row {max(flags).phase}" if flags else "at the start"
+        return f"iteration {max(flags).iteration} after phase {max(flags).phase}" if flags else "at the start"
 
     def _board(self) -> Board:
         return whole_board(self.cluster.run_dir, names)

@@ -29,7 +29,7 @@ from typing import Any
 from elsewhere import Elsewhere
 from trl_trainer import need_trl
 
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from rollout.rewards.builtin import exact
 from rollout.tasks.task_set import load_tasks
 
@@ -83,7 +83,7 @@ def metrics_lines(root: Path, skip: int) -> list[dict[str, Any]]:
 
 
 def of_rows(root: Path, skip: int) -> dict[str, Any]:
-    """Return median ms of each row, as the master saw it, and of the ranks' waits, from metrics.jsonl."""
+    """Return median ms of each phase, as the master saw it, and of the ranks' waits, from metrics.jsonl."""
     lines = metrics_lines(root, skip)
     return {
         "rows_ms": {

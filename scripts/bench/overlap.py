@@ -31,8 +31,8 @@ from coordinator.journal import logs
 from coordinator.main import run_node
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.phases import rollout, training
 from coordinator.protocol import placement_records
-from coordinator.rows import rollout, training
 from coordinator.settings.placement import Crew
 from coordinator.start.request import StartRequest
 

@@ -1,11 +1,11 @@
 """Measure what the protocol costs: iterations of 14 phases without work, by N real node processes.
 
 Prints one JSON line: seconds per iteration (median, p99), metadata operations per node and phase (heartbeats
-included), bytes and files left on disk. `--rows` adds a table: the calls of an iteration on the directory, by
-row, and how long they took. `--real` runs real iterations (8 x 4 samples of the built-in model) instead.
+included), bytes and files left on disk. `--phases` adds a table: the calls of an iteration on the directory,
+by phase, and how long they took. `--real` runs real iterations (8 x 4 samples of the built-in model) instead.
 
     python scripts/bench/protocol.py --nodes 3 --dir /tmp/bench
-    python scripts/bench/protocol.py --nodes 3 --filesystem glusterfs --rows
+    python scripts/bench/protocol.py --nodes 3 --filesystem glusterfs --phases
 
 `--filesystem` serves a filesystem of `tests/filesystems` on this machine, and mounts it once for each node;
 `--dirs` takes mounts of yours.
@@ -34,9 +34,9 @@ from coordinator.main import live
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Act, Node
-from coordinator.protocol.phases import Phase
-from coordinator.rows.crews import open_when_ready
-from coordinator.rows.table import run_iteration
+from coordinator.phases.crews import open_when_ready
+from coordinator.phases.table import run_iteration
+from coordinator.protocol.phase import Phase
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master, start_worker
 from rollout.storage import files
@@ -44,7 +44,7 @@ from scripts.bench.calls import Calls, table
 
 WARM_UP = 3
 """First iterations, which do not count."""
-BETWEEN, AFTER = "before row 0", "after all"
+BETWEEN, AFTER = "before phase 0", "after all"
 REAL: dict[str, Any] = {
     "tiny.warmup_steps": 0,
     "rollout.tasks_per_iteration": 8,
@@ -58,11 +58,11 @@ SAYING = {
     *(Phase.ITERATION_START, Phase.TRAIN_PLAN, Phase.EVAL_DECISION, Phase.TRAIN_CONFIG),
     *(Phase.TRAIN_ROLLOUT, Phase.TRAIN_FILES_READY, Phase.ITERATION_END),
 }
-"""Rows whose flags have a document in a real iteration: of the master, and of all nodes."""
+"""Phases whose flags have a document in a real iteration: of the master, and of all nodes."""
 
 
-class EmptyRows:
-    """The node of a main loop in which no row has any work."""
+class EmptyPhases:
+    """The node of a main loop in which no phase has any work."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -70,7 +70,7 @@ class EmptyRows:
         self.collector = SimpleNamespace(in_flight=None)
 
     def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None, **_more: Any) -> None:
-        """Run the row without its action; its flags, its waits and its payloads are real."""
+        """Run the phase without its action; its flags, its waits and its payloads are real."""
         self._node.step(iteration, phase, partial(self._nothing, phase), self._conclude if then else None)
 
     @staticmethod
@@ -90,22 +90,22 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
 
     def iterate(node: Node) -> None:
         numbers = itertools.count(1)
-        rows = node if options.real else cast(Node, EmptyRows(node))
-        _follow_rows(node, calls)
+        phases = node if options.real else cast(Node, EmptyPhases(node))
+        _follow_phases(node, calls)
         before = files.operations.copy()
         for number in range(options.iterations + WARM_UP):
             if number == WARM_UP:
                 before = files.operations.copy()
                 calls.clear()
             started_s = time.perf_counter()
-            calls.row = BETWEEN
+            calls.phase = BETWEEN
             iteration = node.next_iteration(
                 number, open_when_ready if options.real else lambda _node: next(numbers)
             )
             assert iteration is not None
-            run_iteration(rows, iteration)
+            run_iteration(phases, iteration)
             seconds.append(time.perf_counter() - started_s)
-        calls.row = AFTER
+        calls.phase = AFTER
         operations.update(files.operations - before)
 
     settings: dict[str, Any] = {"cluster.num_nodes": options.nodes, "cluster.rejoin_timeout_s": 300}
@@ -117,15 +117,15 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
     print(json.dumps({**said, "calls": calls.per_iteration(options.iterations)}))
 
 
-def _follow_rows(node: Node, calls: Calls) -> None:
-    """Have `calls` know the row that the node is in."""
+def _follow_phases(node: Node, calls: Calls) -> None:
+    """Have `calls` know the phase that the node is in."""
     step = node.step
 
-    def in_row(iteration: Iteration, phase: Phase, act: Act, *conclude: Any, **more: Any) -> None:
-        calls.row = phase.label
+    def in_phase(iteration: Iteration, phase: Phase, act: Act, *conclude: Any, **more: Any) -> None:
+        calls.phase = phase.label
         step(iteration, phase, act, *conclude, **more)
 
-    node.step = in_row
+    node.step = in_phase
 
 
 def main() -> None:
@@ -135,8 +135,8 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=50)
-    parser.add_argument("--rows", action="store_true", help="print a table of calls")
-    parser.add_argument("--real", action="store_true", help="run real rows, not empty ones")
+    parser.add_argument("--phases", action="store_true", help="print a table of calls")
+    parser.add_argument("--real", action="store_true", help="run real phases, not empty ones")
     parser.add_argument("--dir", type=Path, help="an empty directory")
     parser.add_argument("--dirs", help="one path of the same directory per node, separated by commas")
     parser.add_argument("--filesystem", metavar="KIND", help="serve this one, and mount it for each node")
@@ -186,16 +186,16 @@ def _measure(options: argparse.Namespace, dirs: Sequence[str], inside: Sequence[
     ]
     said = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in started]
     print(json.dumps(summary(said, options.iterations, RunDir(root))))
-    if options.rows:
+    if options.phases:
         print(table([BETWEEN, *(phase.label for phase in Phase)], said[0]["calls"], said[-1]["calls"]))
 
 
 def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dict[str, Any]:
-    """Return the line; seconds are the master's, since a row ends when its flag is raised."""
+    """Return the line; seconds are the master's, since a phase ends when its flag is raised."""
     seconds = said[0]["seconds"]
-    rows = iterations * len(Phase)
-    per_row = [{name: count / rows for name, count in node["operations"].items()} for node in said]
-    totals = [sum(node.values()) for node in per_row]
+    phases = iterations * len(Phase)
+    per_phase = [{name: count / phases for name, count in node["operations"].items()} for node in said]
+    totals = [sum(node.values()) for node in per_phase]
     left = [path for directory in run_dir.protocol for path in directory.iterdir() if path.is_file()]
     return {
         "nodes": len(said),
@@ -205,7 +205,7 @@ def summary(said: list[dict[str, Any]], iterations: int, run_dir: RunDir) -> dic
         "seconds_p99": round(statistics.quantiles(seconds, n=100)[98], 5),
         "operations_master": round(totals[0], 2),
         "operations_worker": round(statistics.mean(totals[1:]), 2) if totals[1:] else None,
-        "operations_worker_by_name": {name: round(count, 2) for name, count in sorted(per_row[-1].items())},
+        "operations_worker_by_name": {name: round(count, 2) for name, count in sorted(per_phase[-1].items())},
         "bytes_left": sum(path.stat().st_size for path in left),
         "files_left": len(left),
     }

@@ -36,7 +36,7 @@ KINDS = {
     "embedded.server": "engines",
     "trainer.job.agent": "agents",
     "-m trainer ": "trainers",
-    "keeper.py": "keepers",
+    "reaper.py": "reapers",
     "forks.py": "clients of forks",
     "trainer.job.forks": "shared imports, and their forks",
 }

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 
 from coordinator import cli
-from coordinator.collection import collecting
-from coordinator.collection.node_share import Share
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.phases import collecting
+from coordinator.phases.node_share import Share
 
 
 def killed_in(iteration: int, when: str) -> Callable[..., None]:

@@ -156,7 +156,7 @@ class Cluster:
         return found
 
     def left_behind(self) -> list[str]:
-        """Processes of this cluster that still run, keepers that are about to end included. A fork has the
+        """Processes of this cluster that still run, reapers that are about to end included. A fork has the
         words and the environment of the process that it is a fork of; engines of the test session are older.
         """
         found: list[str] = []

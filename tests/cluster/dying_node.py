@@ -21,7 +21,7 @@ from coordinator.directory.layout import Flag, RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Children
 from coordinator.node.flags import Flags, Payload
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 
 ITERATION = 1
 """The iteration in which the node is hit."""

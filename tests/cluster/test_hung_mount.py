@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from coordinator.directory.layout import Flag
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from tests.cluster.cluster import FAST
 from tests.cluster.test_shared_filesystem import mounted
 from tests.processes import is_schedulable

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from coordinator.directory.layout import MASTER
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.cluster.small_run import ITERATIONS, arguments, results

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.directory.layout import FORMAT, Beat, RunDir
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build
@@ -15,7 +15,7 @@ from tests.coordinator.example_run import MadeUpNode
 from tests.coordinator.examples import record, run_dir_at, write_json
 
 SHORT_S = 0.05
-"""A row in which nothing happens."""
+"""A phase in which nothing happens."""
 
 
 @dataclass
@@ -30,19 +30,19 @@ class MadeUpCrew:
     """By iteration, when its groups were complete, or its checkpoint published."""
 
     def iterate(self, iteration: int, after_s: float, seconds: float) -> None:
-        """An iteration that begins at `after_s` at the earliest; its long row lasts `seconds`."""
+        """An iteration that begins at `after_s` at the earliest; its long phase lasts `seconds`."""
         self.now_s = max(self.now_s, after_s)
         self.begun_s[iteration] = self.now_s
         kind = "rollout" if self.run_dir.crew == "rollout" else "update"
         long = {"rollout": Phase.TRAIN_ROLLOUT, "update": Phase.TRAINING}[kind]
-        for row in sorted(rows_of(kind)):
-            work_s = seconds if row is long else SHORT_S
+        for phase in sorted(phases_of(kind)):
+            work_s = seconds if phase is long else SHORT_S
             for node in self.nodes:
-                node.say(self.now_s, "begin", it=iteration, row=row.label)
+                node.say(self.now_s, "begin", it=iteration, row=phase.label)
                 late_s = 0.003 * node.rank
-                node.say(self.now_s + work_s + late_s, "end", it=iteration, row=row.label, work_s=work_s)
+                node.say(self.now_s + work_s + late_s, "end", it=iteration, row=phase.label, work_s=work_s)
             self.now_s += work_s
-            if row in {Phase.EVAL_ROLLOUT, Phase.CHECKPOINT}:
+            if phase in {Phase.EVAL_ROLLOUT, Phase.CHECKPOINT}:
                 self.published_s[iteration] = self.now_s
             self.now_s += 0.004
 

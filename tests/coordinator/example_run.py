@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.directory.layout import FORMAT, Beat, PartName, RunDir
 from coordinator.machine.network import pid_space
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim
 from coordinator.protocol.split_slots import share_sizes
 from coordinator.settings.loading import build
@@ -21,7 +21,7 @@ from rollout.trajectory import Group, Sample, line_for_people
 from tests.coordinator.examples import POLICY, origin, run_dir_at, write_json
 
 State = Literal["finished", "running", "died"]
-MASTERS_ROWS = {Phase(row) for row in (0, 1, 4, 5, 8, 9, 11)}
+MASTERS_PHASES = {Phase(phase) for phase in (0, 1, 4, 5, 8, 9, 11)}
 NO_PROCESS = 2**22 + 1
 """No process has this id."""
 EVAL_INTERVAL = 10
@@ -62,7 +62,7 @@ class MadeUpNode:
 
 
 class MadeUpRun:
-    """The life of a run: row after row; every node's next row begins when it sees the master's flag."""
+    """The life of a run: phase after phase; every node's next phase begins when it sees the master's flag."""
 
     def __init__(self, root: Path, nodes: int, iterations: int, tasks: int, seed: int) -> None:
         self.random = random.Random(seed)
@@ -89,9 +89,9 @@ class MadeUpRun:
             members = [node.rank for node in self.nodes]
             node.say(self.now_s, "epoch", members=members, weight=1.0, gpus=["NVIDIA H100 80GB HBM3"] * 8)
 
-    def work_s(self, row: Phase, iteration: int, node: MadeUpNode) -> float:
+    def work_s(self, phase: Phase, iteration: int, node: MadeUpNode) -> float:
         """Seconds of own work in a row, the longer the more tasks a node has for its speed."""
-        if node.rank and row in MASTERS_ROWS:
+        if node.rank and phase in MASTERS_PHASES:
             return 0.0
         rollout_s = 0.4 * self.shares[node.rank] / node.speed
         usual = {
@@ -103,18 +103,18 @@ class MadeUpRun:
             Phase.CHECKPOINT: 1.1,
             Phase.ENGINE_RESTARTED: 1.5,
         }
-        return usual.get(row, 0.01) * self.random.uniform(0.95, 1.05)
+        return usual.get(phase, 0.01) * self.random.uniform(0.95, 1.05)
 
-    def row(self, row: Phase, iteration: int, starting: bool = False) -> dict[int, tuple[float, float]]:
-        """All nodes do a row; {rank: (seconds of work, of waiting)}."""
-        work = {node.rank: self.work_s(row, iteration, node) for node in self.nodes}
-        place: dict[str, Any] = {"it": iteration, "row": row.label}
+    def phase(self, phase: Phase, iteration: int, starting: bool = False) -> dict[int, tuple[float, float]]:
+        """All nodes do a phase; {rank: (seconds of work, of waiting)}."""
+        work = {node.rank: self.work_s(phase, iteration, node) for node in self.nodes}
+        place: dict[str, Any] = {"it": iteration, "row": phase.label}
         for node in self.nodes:
             node.say(self.now_s, "begin", **place)
             if starting:
                 work[node.rank] += 20.0
                 node.say(self.now_s + 20.0, "engine_ready", seconds=20.0)
-        then_s = CONCLUSION_S if row == Phase.TRAIN_ROLLOUT else 0.0
+        then_s = CONCLUSION_S if phase == Phase.TRAIN_ROLLOUT else 0.0
         over_s = self.now_s + max(work.values()) + 0.01 + then_s
         work[0] += then_s
         times: dict[int, tuple[float, float]] = {}
@@ -129,12 +129,14 @@ class MadeUpRun:
     def iterate(self, iteration: int, lost: int | None = None) -> None:
         """One iteration; `lost`: this rank dies in its training and comes back."""
         spent: dict[Phase, dict[int, tuple[float, float]]] = {}
-        for row in Phase:
-            if row == Phase.TRAINING and lost is not None:
+        for phase in Phase:
+            if phase == Phase.TRAINING and lost is not None:
                 self.lose(lost, iteration)
                 self.enter(8.0)
-                spent[Phase.ITERATION_START] = self.row(Phase.ITERATION_START, iteration)
-            spent[row] = self.row(row, iteration, starting=iteration == 1 and row == Phase.TRAIN_ROLLOUT)
+                spent[Phase.ITERATION_START] = self.phase(Phase.ITERATION_START, iteration)
+            spent[phase] = self.phase(
+                phase, iteration, starting=iteration == 1 and phase == Phase.TRAIN_ROLLOUT
+            )
         self.metrics.append(self.line(iteration, spent))
 
     def lose(self, rank: int, iteration: int) -> None:
@@ -154,7 +156,7 @@ class MadeUpRun:
         """The metrics of a run that learns."""
         progress = 1 - math.exp(-3 * iteration / self.iterations)
         reward = min(1.0, max(0.0, 0.08 + 0.8 * progress + self.random.gauss(0, 0.03)))
-        seconds = {row.label: round(sum(times[0]), 4) for row, times in spent.items()}
+        seconds = {phase.label: round(sum(times[0]), 4) for phase, times in spent.items()}
         waits = {
             str(node.rank): round(sum(t[node.rank][1] for t in spent.values()), 3) for node in self.nodes
         }
@@ -240,8 +242,8 @@ def make_run(
         run.iterate(iteration, lost=nodes - 1 if iteration == lost else None)
         run.manifest(iteration, with_parts=iteration in {1, iterations})
     if state != "finished":
-        run.row(Phase.ITERATION_START, iterations + 1)
-        run.row(Phase.TRAIN_PLAN, iterations + 1)
+        run.phase(Phase.ITERATION_START, iterations + 1)
+        run.phase(Phase.TRAIN_PLAN, iterations + 1)
         for node in run.nodes:
             node.say(run.now_s, "begin", it=iterations + 1, row=Phase.TRAIN_ROLLOUT.label)
         for node in run.nodes:

@@ -15,7 +15,7 @@ from coordinator.directory.layout import FORMAT
 from coordinator.journal.trackers import SINKS
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.rows import metrics
+from coordinator.phases import metrics
 from coordinator.settings.loading import build, flatten, parse_override
 from coordinator.start.estimate import memory_text, time_text
 from rollout.engines.kinds.vllm import Vllm

@@ -20,7 +20,7 @@ def node_of(cut_off: list[bool], seen: list[str]) -> Any:
         is_master=False,
         position=SimpleNamespace(iteration=2),
         outage=SimpleNamespace(is_cut_off=lambda: cut_off.pop(0)),
-        row_endings=SimpleNamespace(settle=lambda: None),
+        phase_endings=SimpleNamespace(settle=lambda: None),
         come_back=lambda: seen.append("came back"),
     )
 
@@ -64,7 +64,7 @@ def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
         watch=SimpleNamespace(board=SimpleNamespace(beats={})),
         joining=SimpleNamespace(lost={}),
         flags=SimpleNamespace(tell=lambda *_given, **_more: None),
-        row_endings=SimpleNamespace(forget_loss=lambda: said),
+        phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
     main._hold(node, NodeLost(2, "rank 2 is lost: silent", False))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.protocol.phases import By, Phase, rows_of
-from coordinator.rows.table import run_iteration
+from coordinator.phases.table import run_iteration
+from coordinator.protocol.phase import By, Phase, phases_of
 from rollout.rewards.builtin import resolve_reward
 from rollout.tasks.task_set import load_tasks
 from tests.user_code import forget
@@ -25,9 +25,9 @@ PACKAGES = ("coordinator", "trainer", "rollout")
 
 
 def table() -> list[list[str]]:
-    """The cells of the protocol table's rows."""
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", PROTOCOL, re.MULTILINE)
-    return [[number, *cells.split(" | ")] for number, cells in rows]
+    """The cells of the protocol table's phases."""
+    phases = re.findall(r"^\| (\d+) \| (.+) \|$", PROTOCOL, re.MULTILINE)
+    return [[number, *cells.split(" | ")] for number, cells in phases]
 
 
 def steps() -> list[str]:
@@ -47,14 +47,14 @@ def test_table_phases_and_main_loop_agree() -> None:
 def test_workers_act_where_the_table_says_so() -> None:
     for (number, _name, _master, workers), phase in zip(table(), Phase, strict=True):
         waits = workers in {"wait", "read it"}
-        assert phase.by is (By.MASTER if waits else By.ALL), f"row {number}: {workers}"
+        assert phase.by is (By.MASTER if waits else By.ALL), f"phase {number}: {workers}"
 
 
 def test_rows_of_each_rl_phase_are_those_of_the_page() -> None:
-    assert "`--rl-phase rollout` runs rows 0-6 and 13, `update` rows 0 and 7-13, `both` all" in PROTOCOL
-    assert rows_of("both") == {*range(14)}
-    assert rows_of("rollout") == {*range(7), 13} and rows_of("update") == {0, *range(7, 14)}
-    assert rows_of("eval") == {0, 5, 6, 13}
+    assert "`--rl-phase rollout` runs phases 0-6 and 13, `update` phases 0 and 7-13, `both` all" in PROTOCOL
+    assert phases_of("both") == {*range(14)}
+    assert phases_of("rollout") == {*range(7), 13} and phases_of("update") == {0, *range(7, 14)}
+    assert phases_of("eval") == {0, 5, 6, 13}
 
 
 def commands() -> list[str]:

@@ -12,7 +12,7 @@ from coordinator.machine.network import LOOPBACK
 from rollout.engines.answers import UNIX, EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
-from rollout.engines.marks import Marks
+from rollout.engines.special_tokens import SpecialTokens
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.rewards.endpoint import EndpointError
@@ -255,7 +255,7 @@ def test_completion_that_stops_by_itself_holds_the_end_of_sequence_token_and_its
         assert completion.text == reference.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
-MARKS = Marks({"<pad>": 0, "<unk>": 2})
+MARKS = SpecialTokens({"<pad>": 0, "<unk>": 2})
 
 
 @pytest.mark.parametrize("stop", [("<unk>",), ("<pad>", "<unk>")])
@@ -265,7 +265,7 @@ def test_stop_string_that_is_a_special_token_ends_the_completion(
     """Decoding leaves such a token out of the text, which a stop string is searched in."""
     ids = {MARKS.ids[text] for text in stop}
     sampling = Sampling(n=200, max_tokens=30, temperature=2.0, seed=1, stop=stop)
-    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
+    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(special_tokens=MARKS))
     stopped = [one for one in completions if one.stop_string]
     assert {one.token_ids[-1] for one in stopped} == ids and {one.stop_string for one in stopped} == {*stop}
     for completion in completions:
@@ -278,7 +278,7 @@ def test_sequence_ends_at_every_end_of_the_model_and_its_text_before(
 ) -> None:
     """Also at a token that decoding shows."""
     end = reference.tokenizer.convert_tokens_to_ids("7")
-    facts = EngineFacts(marks=Marks({}, (EOS, end)))
+    facts = EngineFacts(special_tokens=SpecialTokens({}, (EOS, end)))
     completions = engine.ask(PROMPT, Sampling(n=100, max_tokens=30, seed=1), facts=facts)
     assert {one.token_ids[-1] for one in completions if one.finish_reason == "stop"} == {EOS, end}
     for completion in completions:
@@ -288,7 +288,7 @@ def test_sequence_ends_at_every_end_of_the_model_and_its_text_before(
 
 def test_end_of_the_reasoning_that_is_a_special_token_is_in_the_text(engine: Engine) -> None:
     sampling = Sampling(n=100, max_tokens=30, temperature=2.0, seed=1, reasoning_end="<unk>")
-    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(marks=MARKS))
+    completions = engine.ask(PROMPT, sampling, facts=EngineFacts(special_tokens=MARKS))
     for completion in completions:
         assert completion.text.count("<unk>") == completion.token_ids.count(2)
         assert "<pad>" not in completion.text

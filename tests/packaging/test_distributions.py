@@ -135,7 +135,7 @@ def test_report_is_made_from_an_installation(python: Path, tmp_path: Path) -> No
 
 @pytest.mark.timeout(300)
 def test_iteration_of_the_built_in_model_runs_from_an_installation(python: Path, tmp_path: Path) -> None:
-    """Engine, trainer and keeper are child processes, which have to find the packages by themselves."""
+    """Engine, trainer and reaper are child processes, which have to find the packages by themselves."""
     call(python, tmp_path, "--log-path", "exp1", *SMALL)
     run_dir = RunDir(tmp_path / "exp1")
     assert (run_dir.checkpoint(1) / "config.json").is_file()

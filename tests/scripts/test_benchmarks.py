@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from tests.imports import shared_imports
 
@@ -68,8 +68,10 @@ def reads(calls: str) -> bool:
     return found is not None and float(found[1]) >= 1
 
 
-def test_row_without_a_document_reads_none_and_no_row_removes_a_flag(tmp_path: Path) -> None:
-    ended = run("protocol.py", "--nodes", "3", "--iterations", "4", "--dir", str(tmp_path / "run"), "--rows")
+def test_phase_without_a_document_reads_none_and_none_removes_a_flag(tmp_path: Path) -> None:
+    ended = run(
+        "protocol.py", "--nodes", "3", "--iterations", "4", "--dir", str(tmp_path / "run"), "--phases"
+    )
     assert ended.returncode == 0, ended.stderr
     line, *table = ended.stdout.splitlines()
     figures = json.loads(line)

@@ -9,6 +9,6 @@
     faults.py      what can happen, and when
     invariants.py  what must hold, watched at every change on disk and at the end
 
-Everything else is the product: START, GATHER, watch threads, rows, resume, parts, manifests, metrics, with
+Everything else is the product: START, GATHER, watch threads, phases, resume, parts, manifests, metrics, with
 real files in a directory. A run of three nodes and two iterations takes well under a second.
 """

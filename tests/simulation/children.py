@@ -18,7 +18,7 @@ from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.trainers import Job, Trainer
 
 ORPHAN_S = 2.0
-"""How long the keeper of a killed node takes to kill its children, at most."""
+"""How long the reaper of a killed node takes to kill its children, at most."""
 
 
 class Machines:
@@ -38,7 +38,7 @@ class Machines:
         return [child for child in self.children if child.node is node and child.name == name and child.lives]
 
     def orphan(self, node: Process) -> None:
-        """The node is gone: its keeper kills what it has left."""
+        """The node is gone: its reaper kills what it has left."""
         for child in [child for child in self.children if child.node is node and child.lives]:
             delay_s = self.scheduler.random.uniform(0.0, ORPHAN_S)
             self.scheduler.at(self.scheduler.now_s + delay_s, child.kill_now)

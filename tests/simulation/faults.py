@@ -19,7 +19,7 @@ EXPIRES_S = 400.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that happens to a process of `rank`, once that has come to row `row` of `iteration` (or
+    """One thing that happens to a process of `rank`, once that has come to phase `phase` of `iteration` (or
     farther) and then made `calls` calls on the shared directory; counted from the fault before this one.
 
     kill        SIGKILL; started again after `seconds`
@@ -36,7 +36,7 @@ class Fault:
     action: Action
     rank: int
     iteration: int
-    row: int
+    phase: int
     calls: int
     seconds: float
 
@@ -64,7 +64,7 @@ class Injector:
         if not self._left or not isinstance(process, NodeProcess):
             return
         fault = self._left[0]
-        if process.machine != fault.rank or process.place < (fault.iteration, fault.row):
+        if process.machine != fault.rank or process.place < (fault.iteration, fault.phase):
             return
         self._calls += 1
         if self._calls > fault.calls:
@@ -107,7 +107,7 @@ def faults(nodes: int, actions: Sequence[Action]) -> st.SearchStrategy[Fault]:
         action=st.sampled_from(actions),
         rank=st.integers(0, nodes - 1),
         iteration=st.integers(0, 2),
-        row=st.integers(0, 13),
+        phase=st.integers(0, 13),
         calls=st.integers(0, 12) | st.integers(0, 60),
         seconds=seconds.map(lambda value: round(value, 2)),
     )

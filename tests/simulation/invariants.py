@@ -3,8 +3,8 @@
 - What is published (run.json, epoch records, iteration.json, parts, manifests, checkpoints, metrics) never
   changes, and is never set aside: nothing damages anything in a simulation.
 - A flag of an epoch is raised by the process that the epoch's record lists, and by nobody else; a node goes
-  on at flags of its own epoch alone; once all have entered an epoch, an older one passes no row of all nodes
-  but the one that it is in. A flag is removed once nobody waits for it any more, or its epoch has ended.
+  on at flags of its own epoch alone; once all have entered an epoch, an older one passes no phase of all
+  nodes but the one that it is in. A flag is removed once nobody waits for it, or its epoch has ended.
 - A chunk is claimed by one process, in its epoch. No slot is in two chunks of a plan, and the groups of an
   epoch are made once: no two ranks have parts with the same slot.
 - A manifest has as many groups as are needed, each in exactly one entry (all slots, where none is spare);
@@ -51,7 +51,7 @@ from coordinator.directory.layout import (
 from coordinator.keeping import resume
 from coordinator.node.flags import Flags
 from coordinator.protocol.failed_starts import NOT_STARTED
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.tree import Crew
 from rollout.part_file import decode_part
@@ -60,7 +60,7 @@ from rollout.trajectory import UNFINISHED, Group, Sample, Span
 from tests.simulation.scheduler import Process
 from tests.simulation.world import NodeProcess, World
 
-ROWS_OF_ALL = {Phase(row) for row in (2, 3, 6, 7, 10, 12, 13)}
+PHASES_OF_ALL = {Phase(phase) for phase in (2, 3, 6, 7, 10, 12, 13)}
 CHANGES = {"replace", "rename", "rmtree", "rmdir", "unlink"}
 SET_ASIDE = (".damaged", ".foreign")
 ONCE = {"run.json", "iteration.json", "manifest.json"}
@@ -89,7 +89,7 @@ class Invariants:
         """Who has claimed each chunk."""
         self._entered_s: dict[tuple[Crew, int], float] = {}
         """When the last member of an epoch raised `enter`."""
-        self._late_rows: Counter[tuple[Crew, int]] = Counter()
+        self._late_phases: Counter[tuple[Crew, int]] = Counter()
         self._parts: dict[tuple[str, PartName], tuple[float, str, set[int]]] = {}
         """(directory, name) of each part: when it was published, its policy, its slots."""
         self._ended: set[tuple[int, int]] = set()
@@ -270,19 +270,21 @@ class Invariants:
         return sorted(record.members.keys() - raised)
 
     def _check_row(self, process: Process, crew: Crew, flag: Flag, record: EpochRecord) -> None:
-        """The master says that a row is over."""
+        """The master says that a phase is over."""
         phase = Phase(flag.phase)
         epoch: tuple[Crew, int] = (crew, flag.epoch)
         if epoch not in self._entered_s:
             self._violate(process, f"passes {flag.name} before all have entered")
             return
-        if phase in ROWS_OF_ALL:
+        if phase in PHASES_OF_ALL:
             if absent := self._absent(crew, flag, record):
                 self._violate(process, f"passes {flag.name} without {absent}")
             if self._has_later(crew, flag.epoch):
-                self._late_rows[epoch] += 1
-                if self._late_rows[epoch] > 1 and len(record.members) > 1:  # a node alone asks nobody
-                    self._violate(process, f"epoch {flag.epoch} passes another row of all nodes: {flag.name}")
+                self._late_phases[epoch] += 1
+                if self._late_phases[epoch] > 1 and len(record.members) > 1:  # a node alone asks nobody
+                    self._violate(
+                        process, f"epoch {flag.epoch} passes another phase of all nodes: {flag.name}"
+                    )
         if phase in {Phase.TRAIN_PLAN, Phase.EVAL_DECISION}:
             plan = json.loads((RunDir(self._run_dir.root, crew).entry(flag)).read_bytes())
             kind: Kind = "train" if phase is Phase.TRAIN_PLAN else "eval"

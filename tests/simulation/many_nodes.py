@@ -1,6 +1,6 @@
 """What the protocol costs with many nodes: calls on the directory, counted where they are made, and time.
 
-The rows are empty, and each call on the directory takes as long as it is told to.
+The phases are empty, and each call on the directory takes as long as it is told to.
 """
 
 import itertools
@@ -17,10 +17,10 @@ import pytest
 
 from coordinator import main
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase
-from coordinator.rows.table import run_iteration
+from coordinator.phases.table import run_iteration
+from coordinator.protocol.phase import Phase
 from rollout.storage import files
-from scripts.bench.protocol import EmptyRows
+from scripts.bench.protocol import EmptyPhases
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.world import NodeProcess, World
 
@@ -42,11 +42,11 @@ class Figures:
     nodes: int
     start_s: float
     """From the start of all until the first iteration is open."""
-    row_s: float
-    """Simulated seconds of a row that all nodes pass: the median."""
-    longest_row_s: float
-    per_row_master: float
-    per_row_worker: float
+    phase_s: float
+    """Simulated seconds of a phase that all nodes pass: the median."""
+    longest_phase_s: float
+    per_phase_master: float
+    per_phase_worker: float
     """Calls on the directory in a row, of the one that makes most."""
     waiting_master: float
     waiting_worker: float
@@ -102,7 +102,7 @@ class _Pool:
 
 
 class _ManyNodes(World):
-    """Nodes that go through empty rows, and then wait for one of them."""
+    """Nodes that go through empty phases, and then wait for one of them."""
 
     def __init__(self, root: Path, nodes: int, latency_s: float) -> None:
         settings = {"cluster.rejoin_timeout_s": 600.0, "iterations": None}
@@ -111,8 +111,8 @@ class _ManyNodes(World):
         self.latency_s = latency_s
         self.scheduler.stuck_s = 20.0 * nodes
         self.opened_s: list[float] = []
-        self.row_s: list[float] = []
-        self.per_row: Counter[Process] = Counter()
+        self.phase_s: list[float] = []
+        self.per_phase: Counter[Process] = Counter()
         self.waiting: Counter[Process] = Counter()
         self.listed = 0
         self.patches.append(self._patch)
@@ -136,21 +136,21 @@ class _ManyNodes(World):
         return listdir
 
     def _iterate(self, node: Node) -> None:
-        process, numbers, rows = self.scheduler.process, itertools.count(1), cast(Node, EmptyRows(node))
+        process, numbers, phases = self.scheduler.process, itertools.count(1), cast(Node, EmptyPhases(node))
         for number in range(ITERATIONS):
             began_s, before = self.scheduler.now_s, self.operations.made[process]
             iteration = node.next_iteration(number, lambda _node: next(numbers))
             assert iteration is not None
-            run_iteration(rows, iteration)
+            run_iteration(phases, iteration)
             if node.is_master:
                 self.opened_s.append(began_s)
-                self.row_s.append((self.scheduler.now_s - began_s) / len(Phase))
+                self.phase_s.append((self.scheduler.now_s - began_s) / len(Phase))
             if number:
-                self.per_row[process] += self.operations.made[process] - before
+                self.per_phase[process] += self.operations.made[process] - before
         self._let_all_wait(node)
 
     def _let_all_wait(self, node: Node) -> None:
-        """Rank 1 is late for one more row."""
+        """Rank 1 is late for one more phase."""
         if node.rank == 1:
             start_s = self.scheduler.now_s
             self.scheduler.at(start_s + SETTLED_S, lambda: self.waiting.subtract(self.operations.made))
@@ -158,8 +158,8 @@ class _ManyNodes(World):
             self.scheduler.wait(HOLD_S)
         iteration = node.next_iteration(ITERATIONS, lambda _node: ITERATIONS + 1)
         assert iteration is not None
-        EmptyRows(node).step(iteration, Phase.ITERATION_START, None)
-        EmptyRows(node).step(iteration, Phase.ENGINE_STOPPED, None)
+        EmptyPhases(node).step(iteration, Phase.ITERATION_START, None)
+        EmptyPhases(node).step(iteration, Phase.ENGINE_STOPPED, None)
 
 
 def measure(nodes: int, latency_s: float = 1e-3) -> Figures:
@@ -171,7 +171,7 @@ def measure(nodes: int, latency_s: float = 1e-3) -> Figures:
         begun_s = world.scheduler.now_s
         world.run(lambda: True)
         assert world.scheduler.violation is None, world.scheduler.violation
-        rows = (ITERATIONS - 1) * len(Phase)
+        phases = (ITERATIONS - 1) * len(Phase)
         ranks = {process: process.rank for process in world.processes if isinstance(process, NodeProcess)}
         waited_s = HOLD_S - SETTLED_S
 
@@ -181,10 +181,10 @@ def measure(nodes: int, latency_s: float = 1e-3) -> Figures:
         return Figures(
             nodes=nodes,
             start_s=round(world.opened_s[0] - begun_s, 2),
-            row_s=round(sorted(world.row_s[1:])[0], 4),
-            longest_row_s=round(max(world.row_s[1:]), 4),
-            per_row_master=round(most(world.per_row, rows, True), 1),
-            per_row_worker=round(most(world.per_row, rows, False), 1),
+            phase_s=round(sorted(world.phase_s[1:])[0], 4),
+            longest_phase_s=round(max(world.phase_s[1:]), 4),
+            per_phase_master=round(most(world.per_phase, phases, True), 1),
+            per_phase_worker=round(most(world.per_phase, phases, False), 1),
             waiting_master=round(most(world.waiting, waited_s, True), 2),
             waiting_worker=round(most(world.waiting, waited_s, False), 2),
             waiting_mean=round(sum(world.waiting[p] for p in ranks) / len(ranks) / waited_s, 2),

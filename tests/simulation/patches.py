@@ -27,7 +27,7 @@ from coordinator.collector import process as collector_process
 from coordinator.machine import engine, network, trainer
 from coordinator.machine.store import Store
 from coordinator.node import identity, node
-from coordinator.rows import base_model
+from coordinator.phases import base_model
 from coordinator.settings.tree import RunSettings
 from coordinator.start import functions, guest
 from coordinator.start import start as start_module
@@ -44,7 +44,7 @@ from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
 REAL = {"coordinator.cli", "coordinator.console.commands.local", "coordinator.directory.line_writer"} | {
-    f"coordinator.machine.{name}" for name in ("children", "child_output", "keeper", "network", "signals")
+    f"coordinator.machine.{name}" for name in ("children", "child_output", "reaper", "network", "signals")
 }
 """Modules that no simulated node runs."""
 ON_DISK = {
@@ -52,8 +52,8 @@ ON_DISK = {
     "rollout.storage.lines",
     "rollout.storage.once",
     "rollout.storage.retry",
-    "coordinator.rows.metrics",
-    "coordinator.rows.base_model",
+    "coordinator.phases.metrics",
+    "coordinator.phases.base_model",
 }
 """Modules that use `os` or `shutil` on the shared directory."""
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.collection import trajectories
 from coordinator.collector import claimed_slots as claimed
 from coordinator.directory import claims as claims_of_a_row
 from coordinator.directory.claims import TRIES, Claims, Shown
 from coordinator.node import node
+from coordinator.phases import trajectories
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
 from rollout.storage import files
@@ -61,7 +61,7 @@ def test_nodes_that_never_see_the_claims_of_others_try_each_chunk_once(
 
     def take(claims: Claims, chunks: Sequence[int]) -> int | None:
         if (made := real(claims, chunks)) is None:
-            refused.append(claims._row)
+            refused.append(claims._phase)
         return made
 
     monkeypatch.setattr(Claims, "take", take)
@@ -77,12 +77,12 @@ def every_epochs_claims_count(patch: pytest.MonkeyPatch) -> None:
     real = Claims.look
 
     def look(claims: Claims) -> Shown:
-        epoch, iteration, row = claims._row
+        epoch, iteration, phase = claims._phase
         found: set[int] = set()
         for older in range(1, epoch + 1):
-            claims._row = (older, iteration, row)
+            claims._phase = (older, iteration, phase)
             found |= real(claims).claimed
-        claims._row = (epoch, iteration, row)
+        claims._phase = (epoch, iteration, phase)
         return Shown(found, set(), set(), set())
 
     patch.setattr(Claims, "look", look)

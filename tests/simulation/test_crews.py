@@ -16,9 +16,9 @@ from coordinator.directory.published import Policy
 from coordinator.keeping import policy_choice, retention
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.phases import batch
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.phases import Phase
-from coordinator.rows import batch
+from coordinator.protocol.phase import Phase
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching, undisturbed
 from tests.simulation.world import World
@@ -66,13 +66,13 @@ def test_two_crews_come_through_all_faults_in_segments(
 
 @pytest.mark.parametrize("machine", range(NODES))
 def test_node_of_either_crew_may_die_in_any_row(machine: int) -> None:
-    """At the first call of every other row, and in its course in those between; the second machine of the
+    """At the first call of every other phase, and in its course in those between; the second machine of the
     crew that generates the other way round.
     """
-    for row in Phase:
-        calls = 1 if (row + machine) % 2 else 6
-        happens = [Fault("kill", machine, 2, row, calls=calls, seconds=2.0 if row // 2 % 2 else 40.0)]
-        policy = run(NODES, row, happens, trainers=1, iterations=3, cluster__max_async_level=1)
+    for phase in Phase:
+        calls = 1 if (phase + machine) % 2 else 6
+        happens = [Fault("kill", machine, 2, phase, calls=calls, seconds=2.0 if phase // 2 % 2 else 40.0)]
+        policy = run(NODES, phase, happens, trainers=1, iterations=3, cluster__max_async_level=1)
         assert policy == undisturbed(3, 1)
 
 

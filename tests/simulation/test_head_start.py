@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.collection import collecting
-from coordinator.collection.node_share import Share
 from coordinator.collector.order import Order
 from coordinator.collector.process import Process
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase
-from coordinator.rows import head_start, training
+from coordinator.phases import collecting, head_start, training
+from coordinator.phases.node_share import Share
+from coordinator.protocol.phase import Phase
 from rollout.storage import files
 from tests.simulation.faults import ACTIONS, Fault
 from tests.simulation.test_simulation import NODES, run, searching, undisturbed
@@ -58,7 +57,7 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
             finished[order.iteration] += len(collector._making.collector._held)
             return result
 
-        patched.setattr("coordinator.rows.rollout.collect_share", collect)
+        patched.setattr("coordinator.phases.rollout.collect_share", collect)
         patched.setattr(Process, "_begin", begun)
 
     return patch
@@ -117,7 +116,7 @@ def test_copy_of_other_bits_costs_time_alone() -> None:
             action=st.sampled_from(ACTIONS),
             rank=st.integers(0, NODES - 1),
             iteration=st.integers(1, ITERATIONS),
-            row=st.sampled_from(WINDOW).map(int),
+            phase=st.sampled_from(WINDOW).map(int),
             calls=st.integers(0, 25),
             seconds=st.sampled_from([0.5, 3.0, 25.0, 40.0, 100.0]),
         ),

@@ -20,7 +20,7 @@ from trainer.batch.batch import Batch
 OTHER_REWARD = "tests.simulation.engines:other_reward"
 IN_PLAN, IN_ROLLOUT, IN_EVALUATION = 1, 2, 6
 CALLS = 20
-"""On the shared directory, which the master makes in the row before it dies."""
+"""On the shared directory, which the master makes in the phase before it dies."""
 
 
 class Restart(World):
@@ -39,24 +39,24 @@ class Restart(World):
         return self.changed if process.rank == 0 and is_again else super().given(process)
 
 
-def run(root: Path, changed: dict[str, Any], row: int = IN_ROLLOUT, **settings: Any) -> Restart:
-    """Two nodes, two iterations; the master dies in `row` of the first, when some groups are finished."""
-    world = killed_in(root, changed, row, CALLS, **settings)
-    kind: Kind = "train" if row == IN_ROLLOUT else "eval"
+def run(root: Path, changed: dict[str, Any], phase: int = IN_ROLLOUT, **settings: Any) -> Restart:
+    """Two nodes, two iterations; the master dies in `phase` of the first, when some groups are finished."""
+    world = killed_in(root, changed, phase, CALLS, **settings)
+    kind: Kind = "train" if phase == IN_ROLLOUT else "eval"
     epochs = {entry["epoch"] for entry in manifest(world.run_dir, kind, 1)["parts"]}
     story = "\n".join(world.said)
     assert len(epochs) > 1, f"nothing was finished when the master died, or everything was\n{story}"
     return world
 
 
-def killed_in(root: Path, changed: dict[str, Any], row: int, calls: int, **settings: Any) -> Restart:
-    """The same; the master dies at this call of the row, whatever is finished."""
+def killed_in(root: Path, changed: dict[str, Any], phase: int, calls: int, **settings: Any) -> Restart:
+    """The same; the master dies at this call of the phase, whatever is finished."""
     first = {"rollout.tasks_per_iteration": 24, "eval.max_tasks": 48, "eval.interval": 1, "iterations": 2}
     first |= {name.replace("__", "."): value for name, value in settings.items()}
     world = Restart(root, 2, seed=3, settings=first)
     world.changed = changed
     invariants = Invariants(world)
-    world.run(Injector(world, [Fault("kill", 0, 1, row, calls, 3.0)]).are_over)
+    world.run(Injector(world, [Fault("kill", 0, 1, phase, calls, 3.0)]).are_over)
     if not world.scheduler.violation:
         invariants.look_over()
     story = "\n".join(world.said)
@@ -139,7 +139,7 @@ def test_worker_that_held_scores_the_open_iteration_as_before_and_the_next_by_th
 
 def test_open_evaluation_keeps_its_sampling_and_its_tasks(tmp_path: Path) -> None:
     changed = {"eval.samples_per_task": 3, "eval.temperature": 0.5, "eval.max_tasks": 4}
-    world = run(tmp_path, {**changed, "rollout.reward": OTHER_REWARD}, row=IN_EVALUATION)
+    world = run(tmp_path, {**changed, "rollout.reward": OTHER_REWARD}, phase=IN_EVALUATION)
     first, second = (seen(world.run_dir, n, "eval") for n in (1, 2))
     assert (first["samples_per_task"], first["temperature"], first["tens"]) == ({1}, {0.0}, {0})
     assert (second["samples_per_task"], second["temperature"], second["tens"]) == ({3}, {0.5}, {1})

@@ -22,7 +22,7 @@ from coordinator.directory import parts
 from coordinator.directory.layout import Flag, RunDir
 from coordinator.keeping import policy_choice, retention
 from coordinator.node.flags import Flags, Payload
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from rollout.storage import files
 from rollout.trajectory import Group
 from tests.simulation.disk import Disk
@@ -150,12 +150,12 @@ def test_groups_that_are_replaced_come_through_all_faults(seed: int, happens: li
     assert run(NODES, seed, happens, **spare), "what it comes to depends on which groups are the first"
 
 
-@pytest.mark.parametrize("row", range(7))
-def test_old_iterations_are_removed_whenever_a_node_is_killed(row: int) -> None:
-    """The master and the worker, each in both of two rows, in iterations whose predecessors are removed."""
-    places = [(0, 3, row), (1, 3, row + 7), (1, 4, row), (0, 4, row + 7)]
+@pytest.mark.parametrize("phase", range(7))
+def test_old_iterations_are_removed_whenever_a_node_is_killed(phase: int) -> None:
+    """The master and the worker, each in both of two phases, in iterations whose predecessors are removed."""
+    places = [(0, 3, phase), (1, 3, phase + 7), (1, 4, phase), (0, 4, phase + 7)]
     happens = [Fault("kill", *place, calls=sum(place) % 5, seconds=3.0) for place in places]
-    assert run(2, row, happens, iterations=5, trajectories__keep_last=1) == undisturbed(5)
+    assert run(2, phase, happens, iterations=5, trajectories__keep_last=1) == undisturbed(5)
 
 
 @pytest.mark.parametrize("keep_last", [None, 2])

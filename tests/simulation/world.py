@@ -16,12 +16,12 @@ from coordinator import main
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
+from coordinator.phases import guest_life
+from coordinator.phases.guest import Guest
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement
-from coordinator.rows import visit
-from coordinator.rows.guest import Guest
 from coordinator.settings.placement import Crew
 from coordinator.start.request import StartRequest
 from coordinator.start.start import Start
@@ -65,7 +65,7 @@ class NodeProcess(Process):
     code: int | None = None
     """Its exit code; none if it was killed."""
     place: tuple[int, int] = (0, 0)
-    """The farthest (iteration, row) that it has been in."""
+    """The farthest (iteration, phase) that it has been in."""
 
     @property
     def lives(self) -> bool:
@@ -295,7 +295,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patches.put_under(patch, self.machines, self._model)
             patch.setattr(Node, "step", self._watched_step(Node.step))
-            patch.setattr(visit, "_make", self._watched_visit(visit._make))
+            patch.setattr(guest_life, "_make", self._watched_visit(guest_life._make))
             for further in self.patches:
                 further(patch)
             yield
@@ -310,11 +310,11 @@ class World:
         return step
 
     def _watched_visit(self, real: Callable[..., None]) -> Callable[..., None]:
-        def make(guest: Any, iteration: Iteration, row: Phase, *args: Any) -> None:
+        def make(guest: Any, iteration: Iteration, phase: Phase, *args: Any) -> None:
             process = self.scheduler.process
             assert isinstance(process, NodeProcess)
-            process.place = max(process.place, (iteration.number, int(row)))
-            real(guest, iteration, row, *args)
+            process.place = max(process.place, (iteration.number, int(phase)))
+            real(guest, iteration, phase, *args)
 
         return make
 

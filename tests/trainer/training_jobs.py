@@ -16,7 +16,7 @@ JOB_TIMEOUT_S = 90.0
 
 
 class Node:
-    """One node's torchrun agent and spool; `kill` does what a node and its keeper do."""
+    """One node's torchrun agent and spool; `kill` does what a node and its reaper do."""
 
     def __init__(
         self,

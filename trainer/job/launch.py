@@ -3,7 +3,7 @@
 One torchrun job serves every iteration. A node and the trainers it started exchange files in the *spool*, a
 directory on the node's own disk that the node makes, with a `pgid/` inside:
 
-    pgid/<process group id>     made for each trainer before it starts (LAUNCHER); the node and its keeper
+    pgid/<process group id>     made for each trainer before it starts (LAUNCHER); the node and its reaper
                                 kill these, since torchrun starts a worker in a session of its own, unless it
                                 forks it (trainer.job.forks)
     request_000007.json         what to do (TrainRequest); the next one has a higher number

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.collection.provenance import origin_of
 from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import parts, published
 from coordinator.directory.layout import MASTER, REMOVED, RunDir, parse_staging_name, parse_state_name
@@ -19,6 +18,7 @@ from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import one_line
 from coordinator.keeping import resume
+from coordinator.phases.provenance import origin_of
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.placement_records import run_dirs

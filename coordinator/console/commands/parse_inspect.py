@@ -106,7 +106,7 @@ def diff(
         option("--out", "-o", metavar="FILE.html", help="Also a page with the curves of both."),
     ] = None,
 ) -> int:
-    """Say where two runs part: iteration, row, task, sample and token; 0 if they are equal, else 1."""
+    """Say where two runs part: iteration, phase, task, sample and token; 0 if they are equal, else 1."""
     from coordinator.console.views.difference import describe_difference
 
     roots = first.absolute(), second.absolute()

@@ -7,7 +7,7 @@ script there (`script`) reads commands from ssh's stdin, one per line, and passe
     INT, TERM       the signal of this name to the program
     0               nothing: we are still here
     end of file, or no line for SILENCE_S
-                    SIGTERM to the program, and SIGKILL if it is still there after GRACE_S; the keeper of a
+                    SIGTERM to the program, and SIGKILL if it is still there after GRACE_S; the reaper of a
                     node ends the node's children
 
 The program replaces the shell that sshd started, so ssh has its exit code and its output. The script's loop

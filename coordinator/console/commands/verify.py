@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.console.commands.fork import Forked, fork, link_tree
-from coordinator.console.views.difference import ROW_OF, compare, tensor_places, training_parting
+from coordinator.console.views.difference import compare, tensor_places, training_parting
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.chain import Chain, read_chain
@@ -28,7 +28,7 @@ from coordinator.journal.control_characters import plain
 from coordinator.machine.children import Children
 from coordinator.machine.run_command import run_command
 from coordinator.node.messages import STARTED_BY
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.loading import flatten
 from coordinator.settings.tree import RunSettings, SettingsError
@@ -105,14 +105,14 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
         if parting is None:
             print(f"iteration {number}, made again here from its samples on: equal bit for bit")
             return True
-        samples_differ = parting.row < Phase.TRAIN_DATA
-        row = f"{parting.row.value} ({parting.row.label})"
-        print(f"iteration {number}, made again here: other in row {row}: {parting.text}")
+        samples_differ = parting.phase < Phase.TRAIN_DATA
+        phase = f"{parting.phase.value} ({parting.phase.label})"
+        print(f"iteration {number}, made again here: other in phase {phase}: {parting.text}")
     if manifest is None:
         print(f"iteration {number} cannot be made again: its samples are not kept")
         return True
     with _fork(run_dir, number) as again:
-        for kind in ROW_OF:
+        for kind in ROLLOUT_OF:
             link_tree(run_dir.trajectories(kind, number), again.trajectories(kind, number), Forked())
         _make(again.root, number, ["rl_phase=update", *words])
         parting = next(training_parting(number, run_dir, again), None)

@@ -20,7 +20,7 @@ VISIBLE_S = _CLUSTER.node_timeout_s - 2 * _CLUSTER.beat_s
 for lost.
 """
 FLAG_S = 0.05
-"""An iteration raises 28 flags in sequence (14 rows, one of a worker, one of the master): 1.4 s."""
+"""An iteration raises 28 flags in sequence (14 phases, one of a worker, one of the master): 1.4 s."""
 LIST_S = 0.05
 """A waiting node lists every 1 to 500 ms; a slower listing delays it."""
 COPY_S = 0.15
@@ -226,7 +226,7 @@ def judge_visible(name: str, delays: Latency, mount: Mount, subject: str) -> Che
         advice = f"{allowed}; {cache_advice(mount)}"
         return Check(name, figure, "fail", advice, values)
     if delays.worst > PROMPT_S:
-        advice = f"each of the 14 rows waits that long; {cache_advice(mount)}"
+        advice = f"each of the 14 phases waits that long; {cache_advice(mount)}"
         return Check(name, figure, "slow", advice, values)
     return Check(name, figure, values=values)
 

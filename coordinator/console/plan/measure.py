@@ -16,7 +16,7 @@ from coordinator.console.report.values import numbers, seconds_of
 from coordinator.console.views.heartbeats import heartbeat_values
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import placed_crews, read_placement, run_dirs
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crews, Place
@@ -211,11 +211,11 @@ def _parsed(text: bytes) -> Any:
         return None
 
 
-def _steady(side: _Side, row: str) -> set[int]:
-    """Return the iterations whose row followed one of the same epoch on every node: nothing was started."""
+def _steady(side: _Side, phase: str) -> set[int]:
+    """Return the iterations whose phase followed one of the same epoch on every node: nothing was started."""
     by_node: list[set[int]] = []
     for spans in side.spans.values():
-        epochs = {span.iteration: span.epoch for span in spans if span.row == row}
+        epochs = {span.iteration: span.epoch for span in spans if span.phase == phase}
         by_node.append({number for number in epochs if epochs.get(number - 1) == epochs[number]})
     return set[int].intersection(*by_node)
 
@@ -223,11 +223,11 @@ def _steady(side: _Side, row: str) -> set[int]:
 def _reloads(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the seconds in which an engine loaded weights inside of a rollout, by iteration."""
     by_iteration: dict[int, float] = {}
-    row, number = "", 0
+    phase, number = "", 0
     for line in lines:
         if line["what"] == "begin":
-            row, number = line["row"], line["it"]
-        elif line["what"] == "reload" and row == _R:
+            phase, number = line["row"], line["it"]
+        elif line["what"] == "reload" and phase == _R:
             by_iteration[number] = by_iteration.get(number, 0.0) + seconds_of(line, "seconds")
     return by_iteration
 

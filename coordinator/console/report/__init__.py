@@ -133,7 +133,7 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
             )
             for name in figures.ORDER
         },
-        "rows": figures.row_times(spans),
+        "phases": figures.phase_times(spans),
         "waiting": figures.waiting(spans, lines, trainers.name),
         "hosts": _hosts(crews, status),
         "weights": weights,

@@ -276,7 +276,7 @@ def _marks(timeline: Timeline, scale: float) -> list[tuple[float, str]]:
     """Say where each iteration of the master is, unless the numbers would cover each other."""
     begins: dict[int, float] = {}
     for bar in timeline.bars.get(MASTER, []):
-        if bar.span.row != IDLE:
+        if bar.span.phase != IDLE:
             begins.setdefault(bar.span.iteration, bar.begin_s)
     marks: list[tuple[float, str]] = []
     for number, begin_s in sorted(begins.items()):
@@ -287,21 +287,21 @@ def _marks(timeline: Timeline, scale: float) -> list[tuple[float, str]]:
 
 
 def _blocks(bar: Bar, lane: int, scale: float, name: str, several: bool) -> list[Block]:
-    """Blocks for work, waiting, and the conclusion of the row. A row without an end is one block.
+    """Blocks for work, waiting, and the conclusion of the phase. A phase without an end is one block.
 
     `several`: the timeline shows more than one iteration.
     """
-    span, category = bar.span, CATEGORIES.get(bar.span.row, "other")
+    span, category = bar.span, CATEGORIES.get(bar.span.phase, "other")
     seconds = bar.end_s - bar.begin_s
-    row = f"{span.row}, iteration {span.iteration}" if several else span.row
+    phase = f"{span.phase}, iteration {span.iteration}" if several else span.phase
 
     def block(begin_s: float, end_s: float, style: str, note: str) -> Block:
-        text = f"{name} {row}: {note}"
+        text = f"{name} {phase}: {note}"
         begin_s, end_s = min(begin_s, bar.end_s), min(end_s, bar.end_s)
         width = round((end_s - begin_s) * scale, 1)
         return Block(round(begin_s * scale, 1), width, lane, f"{category} {style}".strip(), text)
 
-    if span.row == IDLE:
+    if span.phase == IDLE:
         idle = block(bar.begin_s, bar.end_s, "", "")
         text = f"{name}: {span.wait_s:.1f} s of waiting for the other crew before iteration {span.iteration}"
         return [Block(idle.x, idle.width, lane, IDLE, text)]

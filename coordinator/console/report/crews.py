@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from coordinator.console.report.timeline import IDLE, Bar, Span, Timeline, Timelines
 from coordinator.console.views.status_text import duration
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 
 LAST = 10
 """How many iterations the times of a crew are medians of."""
@@ -22,7 +22,7 @@ WORTH = 0.05
 def idle_fraction(nodes: Iterable[Sequence[Span]]) -> float:
     """Return which part of their time the nodes of a crew waited for the other crew, between iterations."""
     spans = [span for node in nodes for span in node]
-    idle_s = sum(span.wait_s for span in spans if span.row == IDLE)
+    idle_s = sum(span.wait_s for span in spans if span.phase == IDLE)
     return idle_s / max(sum(span.end_s - span.begin_s for span in spans), 1e-9)
 
 
@@ -36,7 +36,7 @@ def busy_s(master: Sequence[Span], last: int = LAST) -> float | None:
     for span in master:
         if span.state != "whole":
             broken.add(span.iteration)
-        elif span.row != IDLE:
+        elif span.phase != IDLE:
             seconds[span.iteration] = seconds.get(span.iteration, 0.0) + span.end_s - span.begin_s
     whole = [spent for number, spent in sorted(seconds.items()) if number not in broken]
     return statistics.median(whole[-last:]) if whole else None
@@ -112,7 +112,7 @@ def ahead_s(
     most = [
         begun.begin_s - last.end_s
         for number in train.iterations
-        for last in _only(rollout, number, _last_row(rollout, number), clocks[0])
+        for last in _only(rollout, number, _last_phase(rollout, number), clocks[0])
         for begun in _only(train, number, Phase.ITERATION_START.label, clocks[1])
     ]
     least = [
@@ -126,15 +126,15 @@ def ahead_s(
     return max(least) if least else None
 
 
-def _last_row(rollout: Timelines, number: int) -> str:
-    """Return the row in which an iteration's groups became complete."""
-    rows = (Phase.EVAL_ROLLOUT.label, Phase.TRAIN_AGGREGATE.label)
-    return next((row for row in rows if rollout.masters(number, row)), rows[-1])
+def _last_phase(rollout: Timelines, number: int) -> str:
+    """Return the phase in which an iteration's groups became complete."""
+    phases = (Phase.EVAL_ROLLOUT.label, Phase.TRAIN_AGGREGATE.label)
+    return next((phase for phase in phases if rollout.masters(number, phase)), phases[-1])
 
 
-def _only(timelines: Timelines, number: int, row: str, clock: str) -> list[Span]:
-    """Return the master's span of a row that went through once, on this clock; else nothing."""
-    spans = timelines.masters(number, row)
+def _only(timelines: Timelines, number: int, phase: str, clock: str) -> list[Span]:
+    """Return the master's span of a phase that went through once, on this clock; else nothing."""
+    spans = timelines.masters(number, phase)
     return spans if len(spans) == 1 and spans[0].state == "whole" and spans[0].clock == clock else []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.console.report.values import seconds_of
 from coordinator.directory.layout import MASTER
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import ranks_text
 
 Line = Mapping[str, Any]
@@ -16,7 +16,7 @@ Line = Mapping[str, Any]
 SHOWN = 150
 """How many faults the page shows: the last ones."""
 AGAIN = "started again"
-_ROWS = {phase.label: int(phase) for phase in Phase}
+_PHASES = {phase.label: int(phase) for phase in Phase}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Fault:
     epoch: int
     iteration: int
     """0 before the first one."""
-    row: str
+    phase: str
     rank: int
     host: str
     kind: str
@@ -36,7 +36,7 @@ class Fault:
     until: int = 0
     """The iteration of the last time, if there were several."""
     went_on_s: float | None = None
-    """Seconds until this node began a row in a newer epoch. None if it did not stop, or did not go on."""
+    """Seconds until this node began a phase in a newer epoch. None if it did not stop, or did not go on."""
     crew: str = ""
     """Where there are two."""
 
@@ -98,7 +98,7 @@ def _entered(lines: Sequence[Line]) -> list[int]:
 
 
 def _went_on(lines: Sequence[Line]) -> list[float | None]:
-    """For each line, seconds until the rank's next row, if that is in a newer epoch and on the same clock."""
+    """For each line, seconds until the rank's next phase, if in a newer epoch and on the same clock."""
     hosts = list(itertools.accumulate(lines, _host_after, initial=""))[1:]
     result: list[float | None] = [None] * len(lines)
     begun: Line | None = None
@@ -126,7 +126,7 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
     ]
     # A process that has started again comes before what happens in the epoch that it enters.
     faults.sort(
-        key=lambda fault: (fault.epoch, fault.kind != AGAIN, fault.iteration, _ROWS.get(fault.row, 0))
+        key=lambda fault: (fault.epoch, fault.kind != AGAIN, fault.iteration, _PHASES.get(fault.phase, 0))
     )
     lost = {_without_numbers(fault.text) for fault in faults if fault.kind == "lost"}
     merged: dict[object, Fault] = {}
@@ -137,7 +137,7 @@ def all_faults(lines: Mapping[int, Sequence[Line]]) -> list[Fault]:
         if fault.kind == "lost":
             fault = replace(fault, text=fault.text.partition(". To ")[0])
         elif _without_numbers(fault.text).removeprefix("holding: ") in lost:
-            continue  # the master has said it while its row went on; every worker says it again
+            continue  # the master has said it while its phase went on; every worker says it again
         first = merged.setdefault(key, fault)
         if first is not fault:
             merged[key] = replace(first, times=first.times + 1, until=fault.iteration)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.console.report.timeline import CATEGORIES, IDLE, Span
-from coordinator.console.report.values import numbers, rows_s, seconds_of
-from coordinator.protocol.phases import Phase
+from coordinator.console.report.values import numbers, phases_s, seconds_of
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.split_slots import share_sizes
 
 WAITING, OTHER_CREW, BROKEN = "wait", "other crew", "held up"
 ORDER = ("rollout", "train", "load", "save", "other", WAITING, OTHER_CREW, BROKEN)
-"""What time is spent on. `held up`: rows that a fault broke off, and the time until the run went on."""
+"""What time is spent on. `held up`: phases that a fault broke off, and the time until the run went on."""
 MEANINGS = {
     "rollout": "samples of the policy, and evaluation",
     "train": "the batch, and the training job",
@@ -26,7 +26,7 @@ MEANINGS = {
 }
 
 WRITTEN, TRAINS = "checkpoint_seconds", Phase.TRAINING.label
-"""What a metrics line calls the seconds in which the checkpoint was written, and the row that they are in."""
+"""What a metrics line calls the seconds in which the checkpoint was written, and their phase."""
 WORTH_FRACTION, WORTH_S = 0.05, 0.1
 """Other weights are suggested if they save more of a rollout than both of these."""
 
@@ -41,17 +41,17 @@ class TimeShare:
 
 
 @dataclass(frozen=True)
-class RowTime:
-    """A row of the protocol table, over all nodes and iterations."""
+class PhaseTime:
+    """A phase of the protocol table, over all nodes and iterations."""
 
-    row: str
+    phase: str
     category: str
     work_s: float
     wait_s: float
 
 
 def held_up(spans: Sequence[Span]) -> float:
-    """Seconds of a rank in rows that were broken off, and until it went on in a newer epoch."""
+    """Seconds of a rank in phases that were broken off, and until it went on in a newer epoch."""
     seconds = sum(span.end_s - span.begin_s for span in spans if span.state == "broken")
     for before, after in itertools.pairwise(spans):
         if (after.clock, after.process) == (before.clock, before.process) and after.epoch > before.epoch:
@@ -69,12 +69,12 @@ def time_shares(spans: Mapping[Any, Sequence[Span]], lines: Iterable[Mapping[str
         for span in node:
             load_s = min(span.load_s, span.work_s)
             save_s = (
-                min(saved_s.get(span.iteration, 0.0), span.work_s - load_s) if span.row == TRAINS else 0.0
+                min(saved_s.get(span.iteration, 0.0), span.work_s - load_s) if span.phase == TRAINS else 0.0
             )
-            seconds[CATEGORIES.get(span.row, "other")] += span.work_s - load_s - save_s
+            seconds[CATEGORIES.get(span.phase, "other")] += span.work_s - load_s - save_s
             seconds["load"] += load_s
             seconds["save"] += save_s
-            seconds[OTHER_CREW if span.row == IDLE else WAITING] += span.wait_s
+            seconds[OTHER_CREW if span.phase == IDLE else WAITING] += span.wait_s
         seconds[BROKEN] += held_up(node)
     return _shares(seconds)
 
@@ -85,12 +85,12 @@ def node_iterations(spans: Mapping[Any, Sequence[Span]]) -> int:
 
 
 def shares_by_metrics(lines: Iterable[Mapping[str, Any]]) -> list[TimeShare]:
-    """Return the shares of a run without events, from the master's rows; they include its waiting."""
+    """Return the shares of a run without events, from the master's phases; they include its waiting."""
     seconds: dict[str, float] = dict.fromkeys(ORDER, 0.0)
     for line in lines:
-        for row, spent in numbers(line, "phase_seconds").items():
-            save_s = min(seconds_of(line, WRITTEN), spent) if row == TRAINS else 0.0
-            seconds[CATEGORIES.get(row, "other")] += spent - save_s
+        for phase, spent in numbers(line, "phase_seconds").items():
+            save_s = min(seconds_of(line, WRITTEN), spent) if phase == TRAINS else 0.0
+            seconds[CATEGORIES.get(phase, "other")] += spent - save_s
             seconds["save"] += save_s
     return _shares(seconds)
 
@@ -100,16 +100,16 @@ def _shares(seconds: Mapping[str, float]) -> list[TimeShare]:
     return [TimeShare(name, spent, spent / total) for name, spent in seconds.items() if spent > 0.0]
 
 
-def row_times(spans: Mapping[Any, Sequence[Span]]) -> list[RowTime]:
-    """Work and waiting by row, in the table's order."""
+def phase_times(spans: Mapping[Any, Sequence[Span]]) -> list[PhaseTime]:
+    """Work and waiting by phase, in the table's order."""
     work: dict[str, float] = defaultdict(float)
     wait: dict[str, float] = defaultdict(float)
     for node in spans.values():
         for span in node:
-            work[span.row] += span.work_s
-            wait[span.row] += span.wait_s
-    rows = [phase.label for phase in Phase if phase.label in work]
-    return [RowTime(row, CATEGORIES[row], work[row], wait[row]) for row in rows]
+            work[span.phase] += span.work_s
+            wait[span.phase] += span.wait_s
+    phases = [phase.label for phase in Phase if phase.label in work]
+    return [PhaseTime(phase, CATEGORIES[phase], work[phase], wait[phase]) for phase in phases]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def waiting(
         for rank, seconds in numbers(line, "wait_seconds").items():
             if rank.isascii() and rank.isdecimal():
                 waited[int(rank)] += seconds
-                present[int(rank)] += rows_s(line)
+                present[int(rank)] += phases_s(line)
     return [
         Waiting(name(rank), max(0.0, present[rank] - waited[rank]), waited[rank]) for rank in sorted(waited)
     ]
@@ -158,7 +158,7 @@ def rollout_work(
     rollouts: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
         for span in spans.get(rank, []):
-            if span.row == Phase.TRAIN_ROLLOUT.label:
+            if span.phase == Phase.TRAIN_ROLLOUT.label:
                 rollouts[span.iteration][rank].append(span)
     expected = set(ranks)
     whole = [

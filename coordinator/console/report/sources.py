@@ -17,10 +17,10 @@ from coordinator.protocol.snapshot import whole_board
 from rollout.storage.retry import retry
 
 Line = dict[str, Any]
-"""An event. It has `t`, `n`, `e` and `what`; a `begin` or `end` also has `it` and `row`."""
+"""An event. It has `t`, `n`, `e` and `what`; a `begin` or `end` also has `it` and `row`, its phase."""
 
 BUDGET_BYTES = 48_000_000
-"""How many bytes of the events of all nodes are read whole. Of older events the rows are skipped."""
+"""How many bytes of the events of all nodes are read whole. Of older events the phases are skipped."""
 TOGETHER = 1024
 """How many lines are parsed at a time."""
 
@@ -31,7 +31,7 @@ class EventLines:
 
     lines: dict[int, list[Line]]
     skipped: bool
-    """Whether the files are long and the rows of older iterations were skipped."""
+    """Whether the files are long and the phases of older iterations were skipped."""
     unreadable: list[str]
     """The names of files that could not be read."""
 
@@ -93,7 +93,7 @@ def read_events(run_dir: RunDir, budget_bytes: int = BUDGET_BYTES) -> EventLines
 
 def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
     """Return the lines of a file that may be events, and whether these are all: before the last
-    `budget_bytes`, lines with rows are left out. Raises OSError if it cannot be read, or is no file.
+    `budget_bytes`, lines with phases are left out. Raises OSError if it cannot be read, or is no file.
     """
 
     def read() -> tuple[list[str], bool]:

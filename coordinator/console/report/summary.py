@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.console.report.curves import points
 from coordinator.console.report.figures import Balance
-from coordinator.console.report.values import rows_s
+from coordinator.console.report.values import phases_s
 from coordinator.console.views import status_text
 from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import history
@@ -54,11 +54,11 @@ def tiles(status: Mapping[str, Any], lines: Lines) -> list[Tile]:
     if seconds:
         each = f"median {duration(sorted(seconds)[len(seconds) // 2])} an iteration"
         shown.append(Tile("Time", duration(sum(seconds)), each))
-    busy = [(line["busy_fraction"], rows_s(line)) for line in lines if _has(line, "busy_fraction")]
+    busy = [(line["busy_fraction"], phases_s(line)) for line in lines if _has(line, "busy_fraction")]
     if total := sum(spent for _, spent in busy):
         share = sum(fraction * spent for fraction, spent in busy) / total
         held_s = sum(
-            line["seconds"] - rows_s(line) for line in lines if _has(line, "seconds") and rows_s(line)
+            line["seconds"] - phases_s(line) for line in lines if _has(line, "seconds") and phases_s(line)
         )
         is_worth_saying = held_s > HELD_FRACTION * sum(seconds)
         without = f", without {duration(held_s)} of interruptions" if is_worth_saying else ""
@@ -94,7 +94,7 @@ def _has(line: Mapping[str, Any], *names: str) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """`4.1 s`: many rows take less than a second."""
+    """`4.1 s`: many phases take less than a second."""
     return status_text.duration(seconds, digits=1)
 
 

@@ -1,8 +1,8 @@
 """Turn events into spans of time, and put the spans of an iteration on one clock. Pure.
 
-The times of two machines' clocks are never compared directly. A worker sees the end of a row just after the
-master's flag. So its clock is ahead of the master's by the smallest (worker's end - master's end) of the rows
-of an iteration. Clocks drift, so this is computed for each iteration.
+The times of two machines' clocks are never compared directly. A worker sees the end of a phase just after the
+master's flag. So its clock is ahead of the master's by the smallest (worker's end - master's end) of all
+phases of an iteration. Clocks drift, so this is computed for each iteration.
 """
 
 import itertools
@@ -13,20 +13,20 @@ from typing import Any, Literal, NamedTuple
 
 from coordinator.console.report.values import seconds_of
 from coordinator.directory.layout import MASTER
-from coordinator.protocol.phases import Category, Phase
+from coordinator.protocol.phase import Category, Phase
 
 CATEGORIES: dict[str, Category] = {phase.label: phase.category for phase in Phase}
-"""What a row is counted as, by its label."""
+"""What a phase is counted as, by its label."""
 
 IDLE = "idle"
-"""The row of a span between two iterations, in which a crew waits for the other one."""
+"""The phase of a span between two iterations, in which a crew waits for the other one."""
 
 BREAKS = frozenset({"epoch", "process", "exit", "begin"})
-"""Events that end a row which has no end of its own."""
+"""Events that end a phase which has no end of its own."""
 
 
 class Span(NamedTuple):
-    """A row on a node, in seconds of that node's clock."""
+    """A phase on a node, in seconds of that node's clock."""
 
     rank: int
     clock: str
@@ -35,26 +35,26 @@ class Span(NamedTuple):
     """The number of the process of this rank."""
     epoch: int
     iteration: int
-    row: str
+    phase: str
     begin_s: float
     end_s: float
     work_s: float
-    """Seconds of work, with engine starts and conclusion; 0 in a row that was broken off."""
+    """Seconds of work, with engine starts and conclusion; 0 in a phase that was broken off."""
     load_s: float
     """Seconds of the work in which an engine started."""
     then_s: float
-    """Seconds of the work in which the master concluded the row, after it had waited for the others."""
+    """Seconds of the work in which the master concluded the phase, after it had waited for the others."""
     state: Literal["whole", "broken", "open"]
     """broken: another event came before its end. open: no event came after it."""
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting for others. A broken row has neither work nor waiting."""
+        """Seconds of waiting for others. A broken phase has neither work nor waiting."""
         return max(0.0, self.end_s - self.begin_s - self.work_s) if self.state == "whole" else 0.0
 
 
 def spans_of(rank: int, lines: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the rows of a rank from its events. Events of superseded processes are left out."""
+    """Return the phases of a rank from its events. Events of superseded processes are left out."""
     spans: list[Span] = []
     clocks: dict[str, int] = defaultdict(int)
     host, process, newest, last_s, load_s = "", 0, 0, 0.0, 0.0
@@ -101,7 +101,7 @@ def with_idle(spans: Sequence[Span]) -> list[Span]:
     for before, after in itertools.pairwise(spans):
         same = (before.clock, before.process, before.epoch) == (after.clock, after.process, after.epoch)
         if same and before.state == "whole" and before.iteration < after.iteration:
-            between = {"row": IDLE, "begin_s": before.end_s, "end_s": max(before.end_s, after.begin_s)}
+            between = {"phase": IDLE, "begin_s": before.end_s, "end_s": max(before.end_s, after.begin_s)}
             filled.append(after._replace(**between, work_s=0.0, load_s=0.0, then_s=0.0, state="whole"))
         filled.append(after)
     return filled
@@ -131,7 +131,7 @@ class Timelines:
     def __init__(
         self, spans: Mapping[int, Sequence[Span]], here_s: Mapping[int, float] | None = None
     ) -> None:
-        """`here_s`: how long ranks have been in their open rows, where it is known."""
+        """`here_s`: how long ranks have been in their open phases, where it is known."""
         self._spans: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for rank, node in spans.items():
             for span in node:
@@ -153,9 +153,9 @@ class Timelines:
         """Return the last clock that the master had in an iteration."""
         return self._spans[iteration][MASTER][-1].clock
 
-    def masters(self, iteration: int, row: str) -> list[Span]:
-        """Return the master's spans of a row, on all its clocks."""
-        return [span for span in self._spans[iteration].get(MASTER, []) if span.row == row]
+    def masters(self, iteration: int, phase: str) -> list[Span]:
+        """Return the master's spans of a phase, on all its clocks."""
+        return [span for span in self._spans[iteration].get(MASTER, []) if span.phase == phase]
 
     def stretch(self, iterations: Sequence[int]) -> tuple[float, float]:
         """Return when the first of the iterations began and the last one ended, by the master's clock, which
@@ -204,16 +204,18 @@ class Timelines:
             ends = _ends(self._spans[number].get(MASTER, []), masters)
             seen = _ends(self._spans[number].get(rank, []), clock)
             if common := ends.keys() & seen.keys():
-                return min(seen[row] - ends[row] for row in common)
+                return min(seen[phase] - ends[phase] for phase in common)
         return None
 
 
 def _ends(spans: Sequence[Span], clock: str) -> dict[tuple[int, str], float]:
-    """When the whole rows ended, by (epoch, row), on one clock."""
+    """When the whole phases ended, by (epoch, phase), on one clock."""
     return {
-        (span.epoch, span.row): span.end_s for span in spans if span.state == "whole" and span.clock == clock
+        (span.epoch, span.phase): span.end_s
+        for span in spans
+        if span.state == "whole" and span.clock == clock
     }
 
 
 NEIGHBOURS = 9
-"""How many iterations around it are searched for a common row."""
+"""How many iterations around it are searched for a common phase."""

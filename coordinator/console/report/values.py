@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.console.views.heartbeats import is_number
-from coordinator.protocol.phases import spent_s
+from coordinator.protocol.phase import spent_s
 
 
 def seconds_of(line: Mapping[str, Any], name: str) -> float:
@@ -13,8 +13,8 @@ def seconds_of(line: Mapping[str, Any], name: str) -> float:
     return max(0.0, float(value)) if value is not None and is_number(value) else 0.0
 
 
-def rows_s(line: Mapping[str, Any]) -> float:
-    """Return the seconds of an iteration's rows on the master, without those of its interruptions."""
+def phases_s(line: Mapping[str, Any]) -> float:
+    """Return the seconds of an iteration's phases on the master, without those of its interruptions."""
     return spent_s(numbers(line, "phase_seconds"), numbers(line, "idle_seconds"))
 
 

@@ -14,7 +14,7 @@ from coordinator.machine.network import pid_space
 from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.on_node_failure import failure_policy
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, whole_board
@@ -23,11 +23,11 @@ from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 
 ESTIMATED = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label, Phase.TRAINING.label}
-"""Rows whose nodes say when they will be ready."""
-ROWS: dict[str, Phase] = {phase.label: phase for phase in Phase}
+"""Phases whose nodes say when they will be ready."""
+PHASES: dict[str, Phase] = {phase.label: phase for phase in Phase}
 GOING = {"running", "holding"}
 """States of a crew that works, or waits for nodes."""
-NEW_ROW: dict[str, Any] = {
+NEW_PHASE: dict[str, Any] = {
     "state": "running",
     "done": 0,
     "total": 0,
@@ -40,10 +40,10 @@ NEW_ROW: dict[str, Any] = {
     "tokens_per_s": None,
     "left_s": None,
 }
-"""What is known of a node in a row of which its heartbeat does not tell yet."""
+"""What is known of a node in a phase of which its heartbeat does not tell yet."""
 
 Place = tuple[int, int]
-"""Iteration and row."""
+"""Iteration and phase."""
 
 Said = Mapping[int, dict[str, Any]]
 """By rank, the content of the newest heartbeat."""
@@ -142,7 +142,7 @@ class Seen:
         }
 
     def _work(self, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """Return what nodes do that is not what their row is for: `starting the engine`."""
+        """Return what nodes do that is not what their phase is for: `starting the engine`."""
         alive = [rank for rank, node in enumerate(nodes) if node["state"] == "alive"]
         return ", ".join(sorted({self.contents.get(rank, {}).get("work", "") for rank in alive} - {""}))
 
@@ -296,10 +296,10 @@ def _silent_s(
 def _with_flags(
     board: Board, record: EpochRecord, settings: RunSettings, contents: Said, gone: set[int]
 ) -> Said:
-    """Return what the nodes say, in the rows that their flags show: heartbeats are up to seconds older."""
+    """Return what the nodes say, in the phases that their flags show: heartbeats are up to seconds older."""
     reached: dict[int, Place] = {}
     for flag in board.flags:
-        if flag.epoch == record.epoch and flag.is_done and flag.phase in ROWS.values():
+        if flag.epoch == record.epoch and flag.is_done and flag.phase in PHASES.values():
             place = (flag.iteration, flag.phase)
             reached[flag.rank] = max(place, reached.get(flag.rank, place))
     if MASTER in reached:
@@ -307,22 +307,22 @@ def _with_flags(
         for rank in record.members.keys() - gone:
             reached[rank] = max(reached[MASTER], reached.get(rank, reached[MASTER]))
     updated = dict(contents)
-    for rank, (iteration, row) in reached.items():
+    for rank, (iteration, phase) in reached.items():
         content = contents.get(rank, {})
-        place = (content.get("iteration", 0), ROWS.get(content.get("phase", ""), -1))
-        is_newer = content.get("state") == "running" and (iteration, row) > place
+        place = (content.get("iteration", 0), PHASES.get(content.get("phase", ""), -1))
+        is_newer = content.get("state") == "running" and (iteration, phase) > place
         if rank in contents and (is_newer or board.beats[rank].epoch < record.epoch):
             # Between two iterations its heartbeat says what it waits for.
-            waits = content.get("waits_for") and Phase(row) is Phase.ITERATION_START
-            new = {} if waits else NEW_ROW
-            updated[rank] = {**content, **new, "iteration": iteration, "phase": Phase(row).label}
+            waits = content.get("waits_for") and Phase(phase) is Phase.ITERATION_START
+            new = {} if waits else NEW_PHASE
+            updated[rank] = {**content, **new, "iteration": iteration, "phase": Phase(phase).label}
     return updated
 
 
 def _after(place: Place, settings: RunSettings) -> Place:
-    """Return the row after one that is over; the last row of the run has none."""
-    iteration, row = place
-    later = [phase for phase in rows_of(settings.kind) if phase > row]
+    """Return the phase after one that is over; the last phase of the run has none."""
+    iteration, ended = place
+    later = [phase for phase in phases_of(settings.kind) if phase > ended]
     if later:
         return iteration, min(later)
     return place if iteration == settings.iterations else (iteration + 1, Phase.ITERATION_START)

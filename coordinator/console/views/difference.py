@@ -17,7 +17,7 @@ from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.published import Incomplete, is_part_of_model
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.loading import flatten, option_name, show
 from coordinator.settings.tree import SettingsError
@@ -26,7 +26,6 @@ from rollout.storage import files
 from rollout.trajectory import Group, Sample
 from trainer.batch.batch import Batch, DamagedBatch
 
-ROW_OF: dict[Kind, Phase] = {"train": Phase.TRAIN_ROLLOUT, "eval": Phase.EVAL_ROLLOUT}
 OPENED = ("tasks", "groups", "replace_flat", "eval_slots", "eval_tasks")
 """What an iteration is made of, by its iteration.json, beside the policy and the code."""
 MEASURED = ("reward", "eval_reward", "length", "loss", "grad_norm", "entropy", "kl_engine", "kl_reference")
@@ -37,7 +36,7 @@ class Parting(NamedTuple):
     """The first difference between two runs."""
 
     iteration: int
-    row: Phase
+    phase: Phase
     text: str
 
 
@@ -83,8 +82,8 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
         more = [f"only {name} goes on to iteration {there[-1]}" for name, there in _longer(*runs)]
         lines += ["the runs are equal as far as both go", *more]
     else:
-        iteration, row, text = compared.parting
-        lines.append(f"they part in iteration {iteration}, row {row.value} ({row.label}): {text}")
+        iteration, phase, text = compared.parting
+        lines.append(f"they part in iteration {iteration}, phase {phase.value} ({phase.label}): {text}")
     lines += started_with(last_start(first), last_start(second))
     return lines, compared.parting is None
 
@@ -102,14 +101,14 @@ def compare(first: Run, second: Run, since: int = 1) -> Compared:
     """
     runs = first, second
     samples: dict[Kind, set[int]] = {
-        kind: set(first.collected(kind)) & set(second.collected(kind)) for kind in ROW_OF
+        kind: set(first.collected(kind)) & set(second.collected(kind)) for kind in ROLLOUT_OF
     }
     weights = set(published.checkpoints(first.run_dir)) & set(published.checkpoints(second.run_dir))
     lines = [{line["iteration"]: line for line in run.metrics()} for run in runs]
     compared = Compared([], [], [], None)
     for number in sorted(number for number in set(lines[0]) & set(lines[1]) if number >= since):
         stages: list[Iterator[Parting]] = [_opening(number, *(_opened(run, number) for run in runs))]
-        for kind in ROW_OF:
+        for kind in ROLLOUT_OF:
             if number in samples[kind]:
                 stages.append(_groups(number, kind, *(list(run.trajectories(number, kind)) for run in runs)))
         if number in weights:
@@ -160,7 +159,7 @@ def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group])
             group = ours[slot]
             text = _of_group(group, theirs[slot])
         if text:
-            yield Parting(iteration, ROW_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
+            yield Parting(iteration, ROLLOUT_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
 
 
 def _of_group(ours: Group, theirs: Group) -> str:

@@ -9,7 +9,7 @@ from coordinator.console.views.crew_status import GOING, CrewReader, crew_dirs
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import ONE_CREW, Placement, device_counts, read_placement
 from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings.tree import SettingsError
@@ -79,7 +79,7 @@ class StatusReader:
 
     def _read_metrics(self, master: Mapping[str, Any]) -> None:
         """Read metrics.jsonl unless it cannot have a new line: the master of those who train writes one in an
-        iteration's last row.
+        iteration's last phase.
         """
         place = tuple(master.get(name) for name in ("pid", "state", "iteration", "phase"))
         if place != self._place or place[-1] in {None, Phase.ITERATION_END.label}:
@@ -100,7 +100,7 @@ def _refuse_unsaid(root: Path, placement: Placement) -> None:
 
 
 def together(crews: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a run from that of its crews, of which the last one trains. Iteration and row are
+    """Return the state of a run from that of its crews, of which the last one trains. Iteration and phase are
     its own.
     """
     first, last = crews[0], crews[-1]

@@ -136,7 +136,7 @@ def repairs(status: Status, root: Path) -> list[str]:
 
 
 def nodes_of(status: Status) -> list[Node]:
-    """Return the nodes; in a finished run without their rows, which say nothing any more."""
+    """Return the nodes; in a finished run without their phases, which say nothing any more."""
     nodes: list[Node] = status["nodes"]
     if status["state"] != "finished":
         return nodes
@@ -147,7 +147,7 @@ def nodes_of(status: Status) -> list[Node]:
 
 
 def tasks(node: Node) -> str:
-    """Tasks done and assigned: `37/64`. In rows without tasks, parts of the training (`2/3 parts`), or what
+    """Tasks done and assigned: `37/64`. In phases without tasks, parts of the training (`2/3 parts`), or what
     was read of files, whose sum is not always known (`5/8 MB`, `5 MB`).
     """
     done, total = node["tasks_done"], node["tasks_assigned"]

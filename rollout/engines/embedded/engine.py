@@ -25,9 +25,9 @@ from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import ModelWeights
-from rollout.engines.marks import read_marks
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import most_tokens, steady_tokens
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.storage.retry import library_errors
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class TorchEngine(threading.Thread):
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         self._before = in_front(self._tokenizer)
         # The classes of transformers have defaults of other models where a configuration is silent.
-        self._end_ids = {*read_marks(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
+        self._end_ids = {*read_special_tokens(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
         self._batch_maker = batch_maker(model)
         self._batch = self._batch_maker(model)
         self._adapter = MergedAdapter(model)

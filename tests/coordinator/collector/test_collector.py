@@ -150,7 +150,7 @@ def stop_of(listener: Listener) -> threading.Event:
 
 def order_for(run_dir: RunDir, slots: Sequence[int], reward: str = "exact", **settings: Any) -> Order:
     return Order(
-        key="key", kind="train", iteration=1, epoch=2, rank=1, incarnation=1, row=2,
+        key="key", kind="train", iteration=1, epoch=2, rank=1, incarnation=1, phase=2,
         root=str(run_dir.root), crew="main",
         quota=Quota(6, 6), origin=ORIGIN, recipes={"": RecipeNames(reward, "single_turn", Sampling(n=1))},
         sources={}, settings=RolloutSettings(**{"concurrency": 8, "part_interval_s": 0.01, **settings}),
@@ -316,7 +316,7 @@ def test_share_that_is_begun_ahead_is_held_and_goes_on_in_its_row(
     assert error is None and in_flight is not None and not durable(run_dir)
     assert in_flight.slots == [0, 1, 2, 3], "nothing is handed over or given up"
     assert 0.3 <= in_flight.ahead_s < 60.0
-    # ---- the row: slot 3 is left to another node, slot 4 is new
+    # ---- the phase: slot 3 is left to another node, slot 4 is new
     let(machine, 1, 2, 4)
     order = replace(order_for(run_dir, [4]), kept=[0, 1, 2])
     assert collector.collect(order, listener)["short"] == 0
@@ -436,7 +436,7 @@ def test_collector_that_fails_as_nobody_expects_is_replaced(
     order = order_for(run_dir, [*range(6)], part_interval_s=600.0 if is_last else 0.01)
     collector.collect(order, listener)
     collector.flush(listener)
-    if is_last:  # the row finds out what is not there
+    if is_last:  # the phase finds out what is not there
         collector.collect(order, listener)
         collector.flush(listener)
     assert durable(run_dir, deaths=True) == dict.fromkeys(range(6)) and len(machine.children) == 2

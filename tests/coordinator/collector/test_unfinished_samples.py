@@ -13,7 +13,7 @@ from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.keeping import resume
-from coordinator.rows.tasks import draw_tasks
+from coordinator.phases.tasks import draw_tasks
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from rollout.origin import described

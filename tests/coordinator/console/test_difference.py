@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from coordinator.console.views import difference
 from coordinator.console.views.run import Run
 from coordinator.directory.published import Incomplete
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.settings.tree import SettingsError
 from rollout.trajectory import Group, Sample
 from tests.coordinator.example_run import make_run
@@ -50,7 +50,7 @@ def group(*samples: Sample, slot: int = 3, task: str = "t", given_up: str | None
 )
 def test_first_difference_of_two_groups_is_named(ours: Group, theirs: Group, text: str) -> None:
     (first, *_) = difference._groups(4, "train", [ours], [theirs])
-    assert (first.iteration, first.row) == (4, Phase.TRAIN_ROLLOUT)
+    assert (first.iteration, first.phase) == (4, Phase.TRAIN_ROLLOUT)
     assert text in first.text and f"slot {ours.slot}" in first.text
 
 

@@ -1,4 +1,4 @@
-"""What a thread does while the rows go on."""
+"""What a thread does while the phases go on."""
 
 import subprocess
 import sys

@@ -12,7 +12,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete, verify_checkpoint
 from coordinator.keeping.resume import next_iteration, resume_at
-from coordinator.protocol.phases import Phase, rows_of
+from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
@@ -108,7 +108,7 @@ OUTPUTS: dict[str, Callable[[RunDir], object]] = {
     "other checkpoint": lambda run_dir: write_checkpoint(run_dir.checkpoint(2), 2),
 }
 
-ROWS = {
+PHASES = {
     "nothing": ((), [1, 1, 1, 7, 5]),
     "opened, eval due": (("opened, eval due",), [1, 1, 1, 7, 5]),
     "opened, no eval": (("opened, no eval",), [1, 1, 1, 7, 5]),
@@ -123,20 +123,20 @@ ROWS = {
     "checkpoint and staging": (("opened, no eval", "train", "staging", "checkpoint"), [12, 13, 13, 12, 5]),
     "those of another iteration": (("other staging", "other checkpoint"), [1, 1, 1, 7, 5]),
 }
-"""For what lies there, the first row that is left for each of KINDS; 13: nothing is left but the end."""
+"""For what lies there, the first phase that is left for each of KINDS; 13: nothing is left but the end."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("there", ROWS)
+@pytest.mark.parametrize("there", PHASES)
 def test_run_resumes_at_the_first_row_whose_output_is_missing(run_dir: RunDir, there: str, kind: str) -> None:
-    names, expected = ROWS[there]
+    names, expected = PHASES[there]
     for name in names:
         OUTPUTS[name](run_dir)
     wanted = settings(kind)
-    row = resume_at(run_dir, wanted, 3)
-    # Rows that do not run in this kind are passed over anyway.
-    rows = rows_of(wanted.kind)
-    assert min(left for left in rows if left >= row) == expected[list(KINDS).index(kind)]
+    phase = resume_at(run_dir, wanted, 3)
+    # Phases that do not run in this kind are passed over anyway.
+    phases = phases_of(wanted.kind)
+    assert min(left for left in phases if left >= phase) == expected[list(KINDS).index(kind)]
 
 
 # ---- documents
@@ -231,7 +231,7 @@ def test_complete_staging_is_that_of_the_newest_epoch(run_dir: RunDir) -> None:
 
 
 def test_rows_that_follow_a_checkpoint_are_those_of_the_table() -> None:
-    assert [Phase(row) for row in (5, 7, 11, 12)] == [
+    assert [Phase(phase) for phase in (5, 7, 11, 12)] == [
         Phase.EVAL_DECISION,
         Phase.ENGINE_STOPPED,
         Phase.CHECKPOINT,

@@ -1,4 +1,4 @@
-"""What nobody reads any more is removed while the rows go on."""
+"""What nobody reads any more is removed while the phases go on."""
 
 import logging
 import threading

@@ -53,7 +53,7 @@ def trained(run_dir: RunDir, *iterations: int, verified: bool = True, states: bo
 
 
 def node_at(run_dir: RunDir, **settings: Any) -> Any:
-    """A master, as far as this row knows one."""
+    """A master, as far as this phase knows one."""
     identity: Any = SimpleNamespace(run_dir=run_dir, inputs=SimpleNamespace(model_files={}))
     given = {name.replace("__", "."): value for name, value in settings.items()}
     return SimpleNamespace(run_dir=run_dir, settings=build(given), policies=Policies(identity, Store()))

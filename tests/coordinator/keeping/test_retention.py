@@ -19,9 +19,9 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
+from coordinator.phases import metrics, rollout
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.phases import Phase
-from coordinator.rows import metrics, rollout
+from coordinator.protocol.phase import Phase
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.fields import CheckpointSettings
 from rollout.storage import files

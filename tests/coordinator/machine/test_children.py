@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from coordinator.directory.line_writer import BATCH_LINES, QUEUE_LINES
-from coordinator.machine import keeper
+from coordinator.machine import reaper
 from coordinator.machine.children import (
     COLLECTORS,
     FORKS,
@@ -136,7 +136,7 @@ def start_trainer_node() -> tuple["subprocess.Popen[str]", list[int], Path]:
     node = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert node.stdout is not None
     said = json.loads(node.stdout.readline())
-    # trainer, 2 workers, engine and its sleep, the stopped one, the keeper
+    # trainer, 2 workers, engine and its sleep, the stopped one, the reaper
     assert len(said["pids"]) == 7 and all(map(is_alive, said["pids"]))
     return node, said["pids"], Path(said["spool"])
 
@@ -190,16 +190,16 @@ def test_child_that_is_starting_when_the_node_is_killed_does_not_survive(slow: s
     assert eventually(lambda: not processes_with(mark))
 
 
-def test_killed_keeper_is_replaced_at_the_next_start() -> None:
+def test_killed_reaper_is_replaced_at_the_next_start() -> None:
     script = """
 import os, signal
 import psutil
 from coordinator.machine.children import Children
 children = Children()
-(keeper,) = psutil.Process().children()
+(reaper,) = psutil.Process().children()
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
-    keeper.send_signal(number)
-keeper.wait(60)
+    reaper.send_signal(number)
+reaper.wait(60)
 child = children.start("child", ["sleep", "1000"])
 print(children.spool, child.pid, flush=True)
 signal.pause()
@@ -263,9 +263,9 @@ def test_directory_is_not_removed_while_a_group_registers_in_it(tmp_path: Path) 
             (registered / str(second.pid)).touch()
             return True
 
-        assert not keeper.sweep(str(registered), second_registers)
+        assert not reaper.sweep(str(registered), second_registers)
         assert first.wait(60) == -signal.SIGKILL and second.poll() is None
-        assert keeper.sweep(str(registered), lambda pgid: True)
+        assert reaper.sweep(str(registered), lambda pgid: True)
         assert second.wait(60) == -signal.SIGKILL and not registered.exists()
 
 
@@ -273,7 +273,7 @@ def test_file_that_names_no_group_kills_nobody(tmp_path: Path) -> None:
     for name in ("0", "1", "-1", "notes.txt"):  # killpg(1) would mean every process of the machine
         (tmp_path / name).touch()
     with patch.object(os, "killpg") as killpg:
-        assert keeper.sweep(str(tmp_path))
+        assert reaper.sweep(str(tmp_path))
     killpg.assert_not_called()
 
 
@@ -425,15 +425,15 @@ def test_hung_log_blocks_neither_child_nor_node(tmp_path: Path) -> None:
 def test_close_ends_everything_and_nothing_starts_afterwards(children: Children) -> None:
     # This process may have other children: an engine that tests share.
     # One that has just begun may have no words yet.
-    keepers: list[int] = []
-    while not keepers:
-        keepers = [p.pid for p in psutil.Process().children() if str(children.spool) in p.cmdline()]
+    reapers: list[int] = []
+    while not reapers:
+        reapers = [p.pid for p in psutil.Process().children() if str(children.spool) in p.cmdline()]
     engine = children.start("engine", ["sh", "-c", f"trap '' TERM; {SLEEP}"])
     trainer, workers = start_trainer(children)
     started_s = time.monotonic()
     children.close(grace_s=0.2)
     assert time.monotonic() - started_s < GONE_S
-    assert not any(map(is_alive, [engine.pid, trainer.pid, *workers, *keepers]))
+    assert not any(map(is_alive, [engine.pid, trainer.pid, *workers, *reapers]))
     assert not children.spool.exists()
     with pytest.raises(ChildError, match="ending its children"):
         children.start("engine", ["sleep", "1000"])

@@ -27,8 +27,8 @@ from coordinator.machine.host_lock import (
     own_folder,
 )
 from coordinator.machine.oddities import oddities
+from coordinator.phases import base_model
 from coordinator.protocol.exits import Ended, Exit
-from coordinator.rows import base_model
 from rollout.storage import once
 from tests.faultfs import FaultFs, unavailable
 

@@ -15,7 +15,7 @@ from coordinator.node import flags as flags_module
 from coordinator.node.flags import Flags, read_call, read_flag
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from rollout.storage import files
@@ -128,7 +128,7 @@ def test_worker_passes_all_rows_that_one_listing_has_shown_as_over(worker: World
     show(worker.run_dir, said(0, phase=over[1]), {"slots": 3})
     worker.watch.look()
     listed = files.operations["list"]
-    assert [worker.flags.wait_master(1, row) for row in over] == [{}, {"slots": 3}]
+    assert [worker.flags.wait_master(1, phase) for phase in over] == [{}, {"slots": 3}]
     assert files.operations["list"] == listed
 
 
@@ -166,24 +166,24 @@ def test_iteration_is_the_next_one_that_the_master_has_opened_in_this_epoch(work
 
 
 def test_flag_of_the_master_stays_until_all_have_passed_its_row(master: World) -> None:
-    """A slow worker may still wait for it, or read it, until it has done a later row."""
-    rows = (Phase.ITERATION_START, Phase.TRAIN_PLAN, Phase.TRAIN_ROLLOUT)
-    for row in rows[:2]:
-        master.flags.raise_done(1, row, {"row": row})
-    show(master.run_dir, ok(1, phase=rows[2]), {})
-    late = threading.Timer(0.05, show, (master.run_dir, ok(2, phase=rows[2]), {}))
-    mine = {said(0, phase=row) for row in rows[:2]}
+    """A slow worker may still wait for it, or read it, until it has done a later phase."""
+    phases = (Phase.ITERATION_START, Phase.TRAIN_PLAN, Phase.TRAIN_ROLLOUT)
+    for phase in phases[:2]:
+        master.flags.raise_done(1, phase, {"phase": phase})
+    show(master.run_dir, ok(1, phase=phases[2]), {})
+    late = threading.Timer(0.05, show, (master.run_dir, ok(2, phase=phases[2]), {}))
+    mine = {said(0, phase=phase) for phase in phases[:2]}
     assert master.listed() >= mine
     late.start()
-    master.flags.wait_members(1, rows[2])
+    master.flags.wait_members(1, phases[2])
     late.join()
-    master.flags.raise_done(1, rows[2], {})
-    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, phase=rows[2])}
-    master.flags.raise_done(2, rows[0], {})
+    master.flags.raise_done(1, phases[2], {})
+    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, phase=phases[2])}
+    master.flags.raise_done(2, phases[0], {})
     for rank in (1, 2):
         show(master.run_dir, ok(rank, 1, Phase.TRAINING), {})
     master.flags.wait_members(1, Phase.TRAINING)
-    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, 2, rows[0])}
+    assert {flag for flag in master.listed() if flag.rank == 0} == {ok(0, 2, phases[0])}
 
 
 def test_flag_of_a_worker_goes_once_the_master_has_counted_it(worker: World) -> None:

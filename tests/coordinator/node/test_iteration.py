@@ -1,4 +1,4 @@
-"""Which rows an iteration has left, in each kind of run."""
+"""Which phases an iteration has left, in each kind of run."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 
 KINDS = {

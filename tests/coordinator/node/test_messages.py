@@ -10,7 +10,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build

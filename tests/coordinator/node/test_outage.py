@@ -54,8 +54,8 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
         )
         position: Any = SimpleNamespace(move=seen.append)
         messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
-        row_endings: Any = SimpleNamespace(check_self=lambda: None)
-        return Outage(identity, position, watch, messages, row_endings)
+        phase_endings: Any = SimpleNamespace(check_self=lambda: None)
+        return Outage(identity, position, watch, messages, phase_endings)
 
     return made
 

@@ -8,7 +8,7 @@ import pytest
 from coordinator.node import position as position_module
 from coordinator.node.position import Position
 from coordinator.protocol.liveness import Standstill, stall_limit_s
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from rollout.engines.generated import Generated
 from rollout.storage import files
@@ -58,7 +58,7 @@ def test_tasks_of_which_none_is_done_show_samples_speed_and_time_left(
         "0 of 16 tasks (64 of 128 samples), 150 tokens/s, 10 s so far, about 10 s left"
     )
     position.reach(9, 16, 1000)
-    assert position.describe()["samples"] == 72, "of a group that was begun before this row too"
+    assert position.describe()["samples"] == 72, "of a group that was begun before this phase too"
     clock.now_s = 120.0
     position.reach(16, 16, 2000)
     assert (position.describe()["samples"], position.describe()["left_s"]) == (128, 0.0)
@@ -124,7 +124,7 @@ def test_file_that_is_read_slowly_is_no_standstill(
         now_s += 600.0
         count(size)
         standstill.observe({1: position.describe()}, now_s)
-        stalled.update(standstill.beyond(lambda _row: 1800.0, 30.0))
+        stalled.update(standstill.beyond(lambda _phase: 1800.0, 30.0))
 
     files.file_facts(path, slow)
     assert stalled == (set() if is_counted else {1}), "it took 4800 s"

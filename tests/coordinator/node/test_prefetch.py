@@ -22,7 +22,7 @@ from coordinator.node import prefetch as module
 from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies
 from coordinator.node.prefetch import Prefetch
-from coordinator.rows import rollout
+from coordinator.phases import rollout
 from coordinator.settings.loading import build
 from coordinator.settings.tree import Crew
 from rollout.storage import delta, files

@@ -69,7 +69,7 @@ STALL_S = 60.0
 
 
 def told(cluster: ClusterSettings) -> RunSettings:
-    """Settings in which any row may stand still for STALL_S."""
+    """Settings in which any phase may stand still for STALL_S."""
     return build(
         {
             **{f"cluster.{name}": value for name, value in cluster.model_dump(exclude_none=True).items()},

@@ -9,7 +9,7 @@ import pytest
 from rollout.engines.answers import EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
-from rollout.engines.marks import Marks
+from rollout.engines.special_tokens import SpecialTokens
 from rollout.environments.chat import ChatTemplate
 from tests.rollout.templated import make_tokenizer
 
@@ -215,8 +215,8 @@ def test_calls_are_read_between_marks_that_are_special_tokens() -> None:
 
     turn = Completion([0], [1, 2, 3, 4], [-1.0] * 4, pieces[2], "stop")
     tool = {"type": "function", "function": {"name": "look_up"}}
-    marks = Marks({"<tool_call>": 1, "</tool_call>": 3, "<end>": 4})
-    client = Marked("http://127.0.0.1:1", facts=EngineFacts(marks=marks))
+    special_tokens = SpecialTokens({"<tool_call>": 1, "</tool_call>": 3, "<end>": 4})
+    client = Marked("http://127.0.0.1:1", facts=EngineFacts(special_tokens=special_tokens))
     template = ChatTemplate(client, parser="hermes", tools=[tool])
     (call,) = asyncio.run(template.read(turn)).calls
     assert (call.name, call.arguments) == ("look_up", {"word": "tree"})

@@ -11,7 +11,7 @@ import pytest
 from jinja2 import Environment
 
 from rollout.engines.client import EngineClient
-from rollout.engines.marks import read_marks
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments import policy as policies
 from rollout.environments.demonstration import check_demonstrations, demonstration
 from rollout.environments.policy import Policy
@@ -258,7 +258,7 @@ def test_engine_only_tokenises(server: RunningServer, model_dir: Path) -> None:
             await collect(
                 [Slot(k, task, seed=7) for k, task in enumerate(tasks)],
                 client=client,
-                environment=partial(demonstration, end_ids=read_marks(model_dir).end_ids),
+                environment=partial(demonstration, end_ids=read_special_tokens(model_dir).end_ids),
                 reward=resolve_reward("exact"),
                 sampling=Sampling(n=1, max_tokens=20),
                 settings=RolloutSettings(),

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.machine import keeper
+from coordinator.machine import reaper
 from tests.processes import is_schedulable
 from trainer.job import forks
 
@@ -135,7 +135,7 @@ def test_what_a_fork_leaves_ends_with_it_and_its_group_is_forgotten(server: str,
 def test_what_sweeps_the_groups_ends_the_fork(server: str, groups: Path) -> None:
     with client(server, groups, "wait") as process:
         assert [str(said_by(process)["group"])] == os.listdir(groups)
-        keeper.sweep(str(groups))  # true if the client has forgotten the group by then
+        reaper.sweep(str(groups))  # true if the client has forgotten the group by then
         assert process.wait(60) == -signal.SIGKILL
 
 
@@ -155,7 +155,7 @@ def test_a_fork_whose_client_is_killed_is_killed_and_its_number_is_free(server: 
 
 
 def test_nothing_starts_once_the_groups_are_swept(server: str, groups: Path, tmp_path: Path) -> None:
-    assert keeper.sweep(str(groups))
+    assert reaper.sweep(str(groups))
     with client(server, groups, "wait") as process:
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1 and b"FileNotFoundError" in output and b"argv" not in output

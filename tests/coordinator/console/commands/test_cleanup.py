@@ -14,7 +14,7 @@ from coordinator.console.views.run import Run
 from coordinator.directory import parts, published
 from coordinator.directory.layout import Record, RunDir, parse_protocol_name
 from coordinator.keeping import resume
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import Records
 from rollout.storage import files, once

@@ -10,7 +10,7 @@ from coordinator.console.commands.cleanup import cleanup, moved
 from coordinator.directory.layout import Beat, Record, RunDir
 from coordinator.keeping import resume
 from coordinator.protocol import records
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import parse
 from coordinator.settings.cluster import ClusterSettings

@@ -50,8 +50,8 @@ def test_what_the_crews_did_at_one_time_stands_above_each_other(tmp_path: Path) 
     above, below = side_by_side(rollout, train, [5, 6], 1, "train")
     assert (above.iterations, below.iterations) == ((5, 6, 7), (5, 6))
     assert above.seconds == below.seconds == pytest.approx(24.6, abs=0.3)
-    training = [bar.begin_s for bar in below.bars[0] if bar.span.row == "training"]
-    ends = [bar.end_s for bar in above.bars[0] if bar.span.row == "eval_rollout"]
+    training = [bar.begin_s for bar in below.bars[0] if bar.span.phase == "training"]
+    ends = [bar.end_s for bar in above.bars[0] if bar.span.phase == "eval_rollout"]
     assert training == pytest.approx([end + 0.2 for end in ends], abs=0.1), "it trains what was just made"
     assert above.bars.keys() == {0, 1} and below.bars.keys() == {0}
 
@@ -62,7 +62,7 @@ def test_time_between_iterations_is_waiting_for_the_other_crew(tmp_path: Path) -
     assert idle_fraction(train.spans.values()) == pytest.approx(1 - 6.4 * 16 / (12.3 * 15 + 6.4), abs=0.02)
     assert busy_s(train.spans[MASTER]) == pytest.approx(6.3, abs=0.1)
     own = train.spans[MASTER]
-    assert {span.iteration for span in own if span.row == IDLE} >= {2, 3, 8}
+    assert {span.iteration for span in own if span.phase == IDLE} >= {2, 3, 8}
     broken = [own[0]._replace(state="broken", iteration=9)]
     assert busy_s(broken) is None
 
@@ -75,7 +75,7 @@ def test_time_in_which_an_epoch_changes_is_not_spent_waiting_for_the_other_crew(
         line["e"] += line.get("it", 0) > 4
     train.events(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
     spans = read_crews(crew_dirs(tmp_path))[1].spans[MASTER]
-    idle = {span.iteration for span in spans if span.row == IDLE}
+    idle = {span.iteration for span in spans if span.phase == IDLE}
     assert 5 not in idle and {4, 6} <= idle
 
 
@@ -162,7 +162,7 @@ def test_crew_whose_clock_nothing_relates_is_named_and_not_drawn(tmp_path: Path)
     ]
     rollout.events(0).write_text("\n".join(kept) + "\n")
     page = write_report(tmp_path / "run").read_text()
-    assert "Not drawn, since no row relates their clocks to the master's: rollout rank 0, 1." in page
+    assert "Not drawn, since no phase relates their clocks to the master's: rollout rank 0, 1." in page
 
 
 # ---- where a value stands

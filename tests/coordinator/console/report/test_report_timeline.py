@@ -12,8 +12,8 @@ from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.faults import all_faults, retries
 from coordinator.console.report.figures import (
     held_up,
+    phase_times,
     rollout_work,
-    row_times,
     shares_by_metrics,
     time_shares,
 )
@@ -34,9 +34,11 @@ class Teller:
     def say(self, at_s: float, what: str, **more: Any) -> None:
         self.lines.append({"t": at_s + self.ahead_s, "n": self.n, "e": self.e, "what": what, **more})
 
-    def row(self, begin_s: float, end_s: float, work_s: float, row: str = "training", it: int = 1) -> None:
-        self.say(begin_s, "begin", it=it, row=row)
-        self.say(end_s, "end", it=it, row=row, work_s=work_s)
+    def phase(
+        self, begin_s: float, end_s: float, work_s: float, phase: str = "training", it: int = 1
+    ) -> None:
+        self.say(begin_s, "begin", it=it, row=phase)
+        self.say(end_s, "end", it=it, row=phase, work_s=work_s)
 
 
 def told(*tellers: Teller) -> Timelines:
@@ -51,8 +53,8 @@ def drawn(timelines: Timelines, iteration: int = 1) -> Lanes:
 def test_clock_of_a_worker_is_aligned_by_the_ends_of_rows() -> None:
     master, worker = Teller(), Teller(ahead_s=5000.0, host="node-b")
     for teller, delays in ((master, (0.0, 0.0)), (worker, (0.3, 0.004))):
-        teller.row(1.0, 4.0 + delays[0], 2.0, "train_rollout")
-        teller.row(5.0, 9.0 + delays[1], 4.0, "training")
+        teller.phase(1.0, 4.0 + delays[0], 2.0, "train_rollout")
+        teller.phase(5.0, 9.0 + delays[1], 4.0, "training")
     timeline = told(master, worker).timeline_of(1)
     assert [bar.begin_s for bar in timeline.bars[0]] == [0.0, 4.0]
     assert [bar.end_s for bar in timeline.bars[1]] == pytest.approx([3.296, 8.0])
@@ -62,8 +64,8 @@ def test_clock_of_a_worker_is_aligned_by_the_ends_of_rows() -> None:
 def test_clock_that_drifts_is_aligned_anew_in_each_iteration() -> None:
     master, worker = Teller(), Teller(host="node-b")
     for iteration, drift_s in ((1, 0.0), (2, 7.0)):
-        master.row(10.0 * iteration, 10.0 * iteration + 4, 1.0, it=iteration)
-        worker.row(10.0 * iteration + drift_s, 10.0 * iteration + 4 + drift_s, 1.0, it=iteration)
+        master.phase(10.0 * iteration, 10.0 * iteration + 4, 1.0, it=iteration)
+        worker.phase(10.0 * iteration + drift_s, 10.0 * iteration + 4 + drift_s, 1.0, it=iteration)
     for iteration in (1, 2):
         timeline = told(master, worker).timeline_of(iteration)
         assert timeline.bars[0][0][:2] == timeline.bars[1][0][:2] == (0.0, 4.0)
@@ -72,7 +74,7 @@ def test_clock_that_drifts_is_aligned_anew_in_each_iteration() -> None:
 def test_row_without_a_common_end_takes_its_clock_from_the_iteration_before() -> None:
     master, worker = Teller(), Teller(ahead_s=-300.0, host="node-b")
     for teller in (master, worker):
-        teller.row(1.0, 2.0, 1.0)
+        teller.phase(1.0, 2.0, 1.0)
         teller.say(3.0, "begin", it=2, row="training")
         teller.say(5.0, "warning", text="slow")
     timeline = told(master, worker).timeline_of(2)
@@ -81,7 +83,7 @@ def test_row_without_a_common_end_takes_its_clock_from_the_iteration_before() ->
 
 def test_node_whose_clock_is_unknown_is_named_and_not_drawn() -> None:
     master, stranger = Teller(), Teller(ahead_s=77.0, host="node-b")
-    master.row(1.0, 2.0, 1.0)
+    master.phase(1.0, 2.0, 1.0)
     stranger.say(1.0, "begin", it=1, row="training")
     assert drawn(told(master, stranger)).missing == ["1"]
 
@@ -92,7 +94,7 @@ def test_row_that_was_broken_off_lasts_to_the_next_line_and_is_neither_work_nor_
     master.say(4.0, "lost", rank=1, text="silent")
     master.e = 2
     master.say(9.0, "epoch", members=[0, 1])
-    master.row(9.5, 11.0, 1.0)
+    master.phase(9.5, 11.0, 1.0)
     broken, whole = spans_of(0, master.lines)
     assert (broken.state, broken.end_s, broken.work_s, broken.wait_s) == ("broken", 9.0, 0.0, 0.0)
     assert (whole.state, whole.work_s, whole.wait_s) == ("whole", 1.0, 0.5)
@@ -117,7 +119,7 @@ def test_what_a_superseded_process_still_says_is_left_out() -> None:
     worker.say(3.0, "begin", it=1, row="checkpoint")
     worker.n = 2
     worker.say(4.0, "end", it=1, row="training", work_s=2.0)
-    assert [(span.row, span.state) for span in spans_of(1, worker.lines)] == [("training", "whole")]
+    assert [(span.phase, span.state) for span in spans_of(1, worker.lines)] == [("training", "whole")]
 
 
 def test_start_of_an_engine_is_not_counted_as_rollout() -> None:
@@ -146,7 +148,7 @@ def test_masters_conclusion_is_work_that_follows_its_waiting() -> None:
         ("rollout wait", 400, 500),
         ("rollout", 900, 100),
     ]
-    assert [(row.work_s, row.wait_s) for row in row_times({0: [span]})] == [(50.0, 50.0)]
+    assert [(phase.work_s, phase.wait_s) for phase in phase_times({0: [span]})] == [(50.0, 50.0)]
     assert rollout_work({0: [span]}, [0], 1) == {1: {0: 40.0}}
 
 
@@ -188,7 +190,7 @@ def test_loss_of_a_node_is_told_with_the_time_until_the_run_went_on() -> None:
     told_of = {fault.kind: fault for fault in all_faults({0: master.lines, 1: worker.lines})}
     assert told_of.keys() == {"lost", "new epoch", "started again", "ended"}
     lost = told_of["lost"]
-    assert (lost.rank, lost.host, lost.iteration, lost.row) == (1, "node-b", 7, "training")
+    assert (lost.rank, lost.host, lost.iteration, lost.phase) == (1, "node-b", 7, "training")
     assert lost.went_on_s == 30.0 and told_of["ended"].went_on_s is None
 
 
@@ -228,7 +230,7 @@ def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:
 def test_warnings_that_differ_in_numbers_are_one_line_and_retries_are_summed() -> None:
     master = Teller()
     for iteration in (1, 2, 3):
-        master.row(iteration, iteration + 0.5, 0.1, it=iteration)
+        master.phase(iteration, iteration + 0.5, 0.1, it=iteration)
         master.say(iteration + 0.6, "warning", text=f"a request took {iteration}.5 s")
         master.say(iteration + 0.7, "retry", text="read: Stale file handle", seconds=0.5)
     (warning,) = all_faults({0: master.lines})
@@ -240,7 +242,7 @@ def test_warnings_that_differ_in_numbers_are_one_line_and_retries_are_summed() -
 def test_torn_lines_are_left_out_and_old_rows_of_long_files_skipped(tmp_path: Path) -> None:
     master = Teller()
     for iteration in range(1, 100):
-        master.row(iteration, iteration + 0.5, 0.1, it=iteration)
+        master.phase(iteration, iteration + 0.5, 0.1, it=iteration)
     path = RunDir(tmp_path).events(0)
     path.parent.mkdir()
     texts = [json.dumps(line) for line in master.lines]

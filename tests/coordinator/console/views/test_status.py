@@ -16,7 +16,7 @@ from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
 from coordinator.journal.control_characters import one_line, plain
 from coordinator.machine.network import pid_space
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord, claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.loading import build

@@ -12,7 +12,7 @@ from coordinator.console.views.status_text import render
 from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.machine.network import pid_space
-from coordinator.protocol.phases import Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED

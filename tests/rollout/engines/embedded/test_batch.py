@@ -18,7 +18,7 @@ from rollout.engines.embedded.engine import EngineStopped, TorchEngine, complete
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.models import EOS
-from tests.rollout.engines.test_spelling import metaspace
+from tests.rollout.engines.test_appended_text import metaspace
 
 WAIT_S = 60
 

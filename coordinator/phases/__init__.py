@@ -1,0 +1,1 @@
+"""The protocol table, and what each of its phases does."""

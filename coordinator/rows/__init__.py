@@ -1,1 +1,0 @@
-"""The protocol table, and what each of its rows does."""

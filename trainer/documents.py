@@ -7,6 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout.storage.files import FileFacts
 from trainer.settings import TrainerSettings
 
+RESULT = "result.json"
+"""The file that is written last into a checkpoint: it lists the files with checksums."""
+STATE_DIR = "trainer_state"
+"""In a checkpoint: the folder of the trainer's state that was saved with it; no engine has a use for it."""
+PROOF = "proof.json"
+"""In a checkpoint: the digests that lead from the base model to its weights."""
+
 
 class DamagedDocument(ValueError):
     """The bytes are not the document that was expected."""

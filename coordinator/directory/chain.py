@@ -1,8 +1,13 @@
-"""The chain of digests of a run: base policy, samples, batch and checkpoint of each kept iteration."""
+"""The chain of digests of a run: base policy, samples, batch and checkpoint of each kept iteration.
+
+A checkpoint's proof.json names its links, so that they are known when batch and samples are gone.
+"""
 
 import hashlib
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from coordinator.directory import parts, published
@@ -10,7 +15,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import files
-from trainer.documents import TrainResult
+from trainer.documents import PROOF, RESULT, TrainResult
 
 
 @dataclass
@@ -22,6 +27,30 @@ class Chain:
     samples: list[int] = field(default_factory=list[int])
     broken: list[str] = field(default_factory=list[str])
     """Each link that does not hold, with the iteration, the file and both digests."""
+
+
+def write_proof(run_dir: RunDir, run_id: str, base_policy: str, directory: Path) -> None:
+    """Write the proof of a checkpoint in its staging directory. `base_policy`: the digest of the model that
+    the run started from.
+    """
+    document = {"run_id": run_id, "base_policy": base_policy, **_proof(run_dir, directory)}
+    files.publish(directory / PROOF, json.dumps(document, indent=1).encode() + b"\n")
+
+
+def _proof(run_dir: RunDir, directory: Path) -> dict[str, Any]:
+    """Return what the proof of a checkpoint names besides run and base; `samples_sha256` is the digest of the
+    manifest, null if the batch is not kept.
+    """
+    result = published.read_result(directory)
+    batch = published.read_json(run_dir.batch(result.iteration) / "batch.json") or {}
+    return {
+        "iteration": result.iteration,
+        "trained_from": result.base_policy,
+        "samples_sha256": batch.get("manifest_sha256"),
+        "batch_sha256": result.batch_sha256,
+        "result_sha256": hashlib.sha256(files.read(directory / RESULT)).hexdigest(),
+        "policy": result.policy,
+    }
 
 
 def read_chain(run_dir: RunDir, base_policy: str, only: Collection[int] = ()) -> Chain:
@@ -60,7 +89,19 @@ def _links(chain: Chain, run_dir: RunDir, number: int, known: dict[int, str]) ->
             f"{directory / published.RESULT} was trained from the policy {result.base_policy}; that of "
             f"iteration {number - 1} is {known[number - 1]}"
         )
+    yield from _proven(run_dir, directory)
     yield from _batch(chain, run_dir, number, result, known)
+
+
+def _proven(run_dir: RunDir, directory: Path) -> Iterator[str]:
+    """Yield where a checkpoint's proof names another digest; older versions have written none."""
+    path = directory / PROOF
+    if path.name not in published.names(directory):
+        return
+    written = published.read_json(path) or {}
+    for name, digest in _proof(run_dir, directory).items():
+        if digest is not None and written.get(name) != digest:
+            yield f"{path} has {name} {str(written.get(name))[:16]}, it is {str(digest)[:16]}"
 
 
 def _batch(

@@ -16,13 +16,8 @@ from rollout.engines.model_dir import is_model_file
 from rollout.environment_variables import cores
 from rollout.storage import files
 from rollout.storage.files import Moved, unheard
-from trainer.documents import DamagedDocument, TrainResult
+from trainer.documents import RESULT, STATE_DIR, DamagedDocument, TrainResult
 
-RESULT = "result.json"
-"""The file that is written last into a checkpoint: it lists the files with checksums."""
-
-STATE_DIR = "trainer_state"
-"""In a checkpoint: the folder of the trainer's state that was saved with it; no engine has a use for it."""
 VERIFIED = ".verified.json"
 """In a checkpoint: somebody has read all of it back, and it was whole. A dot: no file of the model."""
 DAMAGED = ".damaged.json"

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from coordinator.directory import published
+from coordinator.directory import chain, published
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete
 from coordinator.keeping import policy_choice, trainer_states
@@ -154,6 +154,8 @@ def _name_staging(node: Node, iteration: Iteration, target: Path) -> None:
         raise Incomplete(f"{staging} was trained from another policy or batch; it is set aside")
     if not any(name.startswith(f"{published.STATE_DIR}/") for name in result.files):
         files.publish(run_dir.trained(number), trainer_states.trained(run_dir, result).to_json())
+    base_policy = node.policies.policy_of(0).digest
+    chain.write_proof(run_dir, node.identity.run_id, base_policy, staging)
     files.rename(staging, target)
     node.policies.know_usable(number)
 

@@ -1,5 +1,6 @@
 """`run verify`: digests from the base model to the weights, and an iteration that is made again."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from coordinator.console.commands.export import export
 from coordinator.console.commands.verify import _distance, verify
 from coordinator.directory import published
+from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import files
 from tests.cluster.cluster import FAST, Cluster
 from tests.coordinator.examples import tree
+from trainer.documents import PROOF
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,8 @@ def test_weights_that_no_training_has_made_are_found_although_every_digest_fits(
     model = {name: one for name, one in facts.items() if published.is_part_of_model(name)}
     altered = result.model_copy(update={"files": facts, "policy": policy_digest(model)})
     (checkpoint / published.RESULT).write_bytes(altered.to_json())
+    proof = json.loads((checkpoint / PROOF).read_text())
+    write_proof(run_dir, proof["run_id"], proof["base_policy"], checkpoint)
 
     assert verify(run_dir.root, 3, files_only=False) == 1
     printed = capsys.readouterr().out
@@ -85,6 +91,7 @@ def test_weights_that_no_training_has_made_are_found_although_every_digest_fits(
     [
         ("checkpoints/iteration_000002/model.safetensors", "is missing or differs from result.json"),
         ("checkpoints/iteration_000002/trainer_state/*", "is missing or differs from result.json"),
+        ("checkpoints/iteration_000002/proof.json", "has "),
         ("batches/iteration_000002/batch.safetensors", "has the digest"),
         ("train_trajectories/iteration_000002/*.safetensors", "differs from the manifest's checksum"),
         ("train_trajectories/iteration_000002/manifest.json", "has the digest"),
@@ -121,6 +128,19 @@ def test_a_document_that_names_another_digest_is_found(
     path.write_text(json.dumps({**json.loads(path.read_text()), name: "f00d"}))
     assert verify(run_dir.root, None, files_only=True) == 1
     assert problem in capsys.readouterr().out
+
+
+def test_a_checkpoint_names_its_samples_after_these_are_gone(finished: RunDir, tmp_path: Path) -> None:
+    run_dir = RunDir(shutil.copytree(finished.root, tmp_path / "run"))
+    manifest = hashlib.sha256(run_dir.manifest("train", 2).read_bytes()).hexdigest()
+    shutil.rmtree(run_dir.batch(2))
+    shutil.rmtree(run_dir.trajectories("train", 2))
+    assert verify(run_dir.root, 2, files_only=True) == 0
+    export(run_dir.root, 2, tmp_path / "out")
+    proof = json.loads((tmp_path / "out" / PROOF).read_text())
+    assert proof["samples_sha256"] == manifest
+    first = json.loads((run_dir.checkpoint(1) / PROOF).read_text())
+    assert (first["trained_from"], first["policy"]) == (proof["base_policy"], proof["trained_from"])
 
 
 def test_distance_is_over_numbers_of_every_type(tmp_path: Path) -> None:

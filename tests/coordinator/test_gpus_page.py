@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.cli import main
+from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT
 from coordinator.journal.trackers import SINKS
 from coordinator.node.iteration import Iteration
@@ -75,6 +76,7 @@ def test_exported_model_is_what_the_next_command_uploads(
     fixed = {"model": {"name": "some/model", "digest": "m0"}, "tasks": {"name": "sums.jsonl"}}
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     write_checkpoint(run_dir.checkpoint(12), 12)
+    write_proof(run_dir, "c0ffee", "ba5e", run_dir.checkpoint(12))
     export, upload = EXPORT
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", shlex.split(export.replace("/shared", str(tmp_path))))

@@ -37,15 +37,22 @@ from trainer.checkpoint.probe import probe_document
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
 from trainer.checkpoint.retrain import Beginning, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
-from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
+from trainer.documents import (
+    PROOF,
+    RESULT,
+    STATE_DIR,
+    Resume,
+    SavedState,
+    TrainedBatch,
+    TrainRequest,
+    TrainResult,
+)
 from trainer.model.model import Learner, build_learner
 from trainer.model.parallel import local_part
 from trainer.progress import SILENT, Progress
 from trainer.resume import saves_in_background
 from trainer.settings import TrainerSettings
 
-RESULT = "result.json"
-STATE_DIR = "trainer_state"
 AT_HAND = Resume()
 """The trainer state is the base's own, if it has one."""
 
@@ -292,4 +299,5 @@ def _copy_model(base_dir: Path, outputs: Outputs) -> None:
 
 def _companions(base_dir: Path) -> list[str]:
     """Return the files of a model directory that go with its weights: configuration, tokenizer, probe."""
-    return [name for name in companions(base_dir) if name != RESULT and not name.startswith(f"{STATE_DIR}/")]
+    names = [name for name in companions(base_dir) if name not in {RESULT, PROOF}]
+    return [name for name in names if not name.startswith(f"{STATE_DIR}/")]

@@ -18,7 +18,7 @@ from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.hub import fetch_model
 from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, companions, tensor_names
-from trainer.checkpoint.checkpoint import RESULT, STATE_DIR
+from trainer.documents import RESULT, STATE_DIR
 
 NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}
 """Files that describe the adapter or its base alone."""

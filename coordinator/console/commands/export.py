@@ -20,8 +20,9 @@ from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.settings import TINY
 from rollout.storage import files
+from trainer.documents import PROOF
 
-CARD, PROOF = "README.md", "proof.json"
+CARD = "README.md"
 DTYPES = ("bfloat16", "float16", "float32")
 """Number types of a merged model."""
 
@@ -73,11 +74,13 @@ def export(
             else:
                 _name_base(inside, run)
             (inside / CARD).write_text(_card(run_dir, run, iteration, is_adapter(inside)))
-            (inside / PROOF).write_text(json.dumps(_proof(run_dir, run, iteration), indent=1) + "\n")
+            proof = [PROOF] if PROOF in published.names(source) else []  # older versions have written none
+            for name in proof:
+                shutil.copy(source / name, inside / name)
             os.replace(inside, target)
     except OSError as error:
         raise SettingsError(f"-o {target}: {error.strerror or error}; give another directory") from None
-    return [*names, CARD, PROOF]
+    return [*names, CARD, *proof]
 
 
 def merge_adapter(adapter: Path, target: Path, dtype: str | None = None) -> Path:
@@ -112,21 +115,6 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
     if path.is_file() and not model.startswith(TINY):
         config = json.loads(path.read_bytes()) | {"base_model_name_or_path": model}
         path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _proof(run_dir: RunDir, run: dict[str, Any], iteration: int) -> dict[str, Any]:
-    """Return the digests that lead to `policy`, the weights; that of the samples while they are kept."""
-    result = published.read_result(run_dir.checkpoint(iteration))
-    batch = published.read_json(run_dir.batch(iteration) / "batch.json") or {}
-    return {
-        "run_id": run["run_id"],
-        "base_model": run["fixed"]["model"]["digest"],
-        "iteration": iteration,
-        "trained_from": result.base_policy,
-        "samples_sha256": batch.get("manifest_sha256"),
-        "batch_sha256": result.batch_sha256,
-        "policy": result.policy,
-    }
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, has_adapter: bool) -> str:

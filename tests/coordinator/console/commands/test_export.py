@@ -1,5 +1,6 @@
 """`run export`: what may be uploaded, whole and verified, and nothing that only a run needs."""
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from coordinator.cli import main
 from coordinator.console.commands.export import export
+from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.published import read_result
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
@@ -25,6 +27,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     write_json(run_dir.run_json, {"run_id": "c0ffee", "format": FORMAT, "fixed": fixed})
     for iteration in (1, 2):
         write_checkpoint(run_dir.checkpoint(iteration), iteration, content=b"weights %d" % iteration)
+        write_proof(run_dir, "c0ffee", "ba5e", run_dir.checkpoint(iteration))
     lines = [{"iteration": 2, "kind": "both", "reward": 0.25, "eval_reward": 0.75}]
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return run_dir
@@ -41,11 +44,12 @@ def test_export_holds_the_model_and_a_card_that_the_hub_reads(run_dir: RunDir, t
     result = read_result(run_dir.checkpoint(1))
     assert json.loads((out / "proof.json").read_text()) == {
         "run_id": "c0ffee",
-        "base_model": "ba5e",
+        "base_policy": "ba5e",
         "iteration": 1,
         "trained_from": result.base_policy,
         "samples_sha256": None,
         "batch_sha256": result.batch_sha256,
+        "result_sha256": hashlib.sha256(result.to_json()).hexdigest(),
         "policy": result.policy,
     }
     assert tree(out.parent) == {"the_hub", *(f"the_hub/{name}" for name in tree(out))}
@@ -121,7 +125,7 @@ def test_delta_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:
     write_checkpoint(run_dir.checkpoint(3), 3, b"weights 3", before=run_dir.checkpoint(2))
     assert any(name.endswith(".delta") for name in tree(run_dir.checkpoint(3)))
     export(run_dir.root, 3, tmp_path / "out")
-    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md", "proof.json"}
+    assert tree(tmp_path / "out") == {"config.json", "model.safetensors", "README.md"}
 
 
 def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class RolloutSettings(Settings):
     {prompt} the task's own."""
     environment: str = "single_turn"
     """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
-    verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
+    labelled (for kto), verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
 
     @field_validator("teacher")
     @classmethod
@@ -192,7 +192,7 @@ class RolloutSettings(Settings):
         return variables
 
 
-WRITTEN = ("demonstration", "preference")
+WRITTEN = ("demonstration", "preference", "labelled")
 """The environments whose samples are written in the tasks."""
 
 

@@ -2,8 +2,8 @@
 
 A preset is a function that returns settings of `trainer` by name, and its name in PRESETS is what
 `trainer.algorithm` takes. Settings that are given themselves win over a preset's, a preset's over the
-defaults of TrainerSettings. All but rft, sft, dpo and distill have the truncated correction for the engine
-(arXiv 2402.03300 and its successors assume one that samples with the trainer's own numerics).
+defaults of TrainerSettings. All but rft, sft, dpo, kto and distill have the truncated correction for the
+engine (arXiv 2402.03300 and its successors assume one that samples with the trainer's own numerics).
 """
 
 from collections.abc import Callable
@@ -231,6 +231,16 @@ def dpo() -> dict[str, Any]:
     return {"advantage": "pair", "clip": "likelihood", "aggregation": "sum", "engine_correction": "off"}
 
 
+def kto() -> dict[str, Any]:
+    """Kahneman-Tversky optimization: Ethayarajh et al. 2024, arXiv 2402.01306.
+
+    1 - sigmoid(+-beta (D - z)), + for a good answer and - for a bad one, where D is its log ratio between the
+    policy and the base model, and z the mean log ratio of answers to other prompts, at least 0; the mean over
+    answers. Each answer has a label of its own: no pairs are needed.
+    """
+    return {"advantage": "label", "clip": "likelihood", "aggregation": "sum", "engine_correction": "off"}
+
+
 def distill() -> dict[str, Any]:
     """On-policy distillation: Agarwal et al. 2024 (GKD), arXiv 2306.13649, with the reverse KL.
 
@@ -264,5 +274,6 @@ PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "rft": rft,
     "sft": sft,
     "dpo": dpo,
+    "kto": kto,
     "distill": distill,
 }

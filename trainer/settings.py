@@ -11,6 +11,8 @@ from trainer.algorithms import PRESETS
 
 BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
 """Values of `advantage` that compare rewards of any size, so also those from a turn on."""
+ALONE = ("one", "zero", "label")
+"""Values of `advantage` that compare nothing within a group."""
 
 
 class LoraSettings(Settings):
@@ -49,21 +51,32 @@ class TrainerSettings(Settings):
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
     advantage: Literal[
-        "centred", "standardised", "leave_one_out", "success", "whitened", "decoupled", "one", "zero", "pair"
+        "centred",
+        "standardised",
+        "leave_one_out",
+        "success",
+        "whitened",
+        "decoupled",
+        "one",
+        "zero",
+        "pair",
+        "label",
     ] = "centred"
     """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
     deviation; r - mean of the others; r - mean over the mean (rewards from 0 up); r - mean of its group,
     whitened over the tokens of the batch; the weighted sum of several rewards, each standardised within its
     group, and then in the batch (decoupled); 1 for every sample; 0 for every sample; only the best and the
-    worst sample of a group are trained, as a pair (`pair_beta`)."""
+    worst sample of a group are trained, as a pair (`pair_beta`); 1 for a reward above 0, else -1 (label)."""
     credit: Literal["sample", "turn"] = "sample"
     """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
     turns."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """What the next turn's return counts for; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
-    """With advantage=pair: how much of a distance from the base model it takes to prefer the better sample
-    (beta of DPO, arXiv 2305.18290)."""
+    """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
+    sample (beta of DPO and KTO)."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """With advantage=label: what a bad sample's loss weighs; a good one's weighs 1 (KTO)."""
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"] = "ppo"
@@ -218,7 +231,12 @@ class TrainerSettings(Settings):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the model that the run started from."""
-        return (self.kl != "off" and self.kl_to == "base") or self.advantage == "pair"
+        return (self.kl != "off" and self.kl_to == "base") or self.weighs_samples
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether each step weighs its samples by how far the policy has come from the base model."""
+        return self.advantage in ("pair", "label")
 
     @property
     def teaches_flat_groups(self) -> bool:
@@ -232,10 +250,15 @@ class TrainerSettings(Settings):
                 "trainer.keep_flat_groups=true with trainer.advantage=pair: a group of equal rewards has no "
                 "pair; leave one of them out"
             )
-        if self.advantage == "pair" and self.entropy_bonus:
+        if self.weighs_samples and self.entropy_bonus:
             raise ValueError(
-                f"trainer.entropy_bonus={self.entropy_bonus:g} with trainer.advantage=pair: the answers of a "
-                "pair are compared, and not explored; leave one of them out"
+                f"trainer.entropy_bonus={self.entropy_bonus:g} with trainer.advantage={self.advantage}: its "
+                "answers are compared, and not explored; leave one of them out"
+            )
+        if self.advantage == "label" and self.global_batch_size < 2:
+            raise ValueError(
+                f"trainer.global_batch_size={self.global_batch_size} with trainer.advantage=label: a step "
+                "compares with answers to other prompts; give at least 2"
             )
         if self.credit == "turn" and self.advantage not in BY_TURN:
             raise ValueError(
@@ -266,14 +289,14 @@ class TrainerSettings(Settings):
                 "trainer.overlong=penalise with trainer.advantage=decoupled: the penalty is none of the "
                 "rewards that are standardised; use trainer.overlong=drop, or make it one of them"
             )
-        scaled = {"standardised", "success", "decoupled", "one", "pair"}
+        scaled = {"standardised", "success", "decoupled", "one", "pair", "label"}
         if self.kl != "off" and self.kl_in != "loss" and self.advantage in scaled:
             raise ValueError(
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
             )
-        if self.sources and (self.advantage == "pair" or (self.kl != "off" and self.kl_in != "loss")):
-            setting = "advantage=pair" if self.advantage == "pair" else f"kl_in={self.kl_in}"
+        if self.sources and (self.weighs_samples or (self.kl != "off" and self.kl_in != "loss")):
+            setting = f"advantage={self.advantage}" if self.weighs_samples else f"kl_in={self.kl_in}"
             raise ValueError(
                 f"trainer.sources.{min(self.sources)} with trainer.{setting}: that is computed in the "
                 "training, which knows no sources; leave one of them out"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from coordinator.settings.fields import Fields
 from rollout.settings import GENERATED, JOIN, NAME, PROGRAMS, SELF, TINY, WRITTEN
+from trainer.settings import ALONE
 
 
 def _columns_are_of_data(settings: Fields) -> None:
@@ -151,7 +152,7 @@ def _prompts_can_be_changed(settings: Fields) -> None:
 
 
 def _groups_have_advantages(settings: Fields) -> None:
-    alone = settings.rollout.samples_per_task < 2 and settings.trainer.advantage not in ("one", "zero")
+    alone = settings.rollout.samples_per_task < 2 and settings.trainer.advantage not in ALONE
     if settings.rl_phase == "both" and alone:
         raise ValueError(
             f"rollout.samples_per_task={settings.rollout.samples_per_task}: a group of one has no "
@@ -174,7 +175,7 @@ def _written_answers_are_not_sampled(settings: Fields) -> None:
     environment, trainer = settings.rollout.environment, settings.trainer
     if environment not in WRITTEN:
         return
-    preset = {"demonstration": "sft", "preference": "dpo"}[environment]
+    preset = {"demonstration": "sft", "preference": "dpo", "labelled": "kto"}[environment]
     if settings.rollout.temperature != 1:
         raise ValueError(
             f"rollout.temperature={settings.rollout.temperature:g}: what rollout.environment={environment} "
@@ -186,10 +187,15 @@ def _written_answers_are_not_sampled(settings: Fields) -> None:
             f"{trainer.algorithm} needs (trainer.clip={trainer.clip}, "
             f"trainer.engine_correction={trainer.engine_correction}); add trainer.algorithm={preset}"
         )
-    if environment == "preference" and trainer.advantage == "one" and trainer.reward_threshold is None:
+    if environment != "demonstration" and trainer.advantage == "one" and trainer.reward_threshold is None:
         raise ValueError(
-            f"rollout.environment=preference with trainer.algorithm={trainer.algorithm} would train on "
-            "the rejected answers too; add trainer.algorithm=dpo, or trainer.reward_threshold=1"
+            f"rollout.environment={environment} with trainer.algorithm={trainer.algorithm} would train on "
+            f"the bad answers too; add trainer.algorithm={preset}, or trainer.reward_threshold=1"
+        )
+    if environment == "labelled" and trainer.advantage not in ALONE:
+        raise ValueError(
+            f"rollout.environment=labelled has one answer a task, and trainer.advantage={trainer.advantage} "
+            "compares several; add trainer.algorithm=kto"
         )
 
 
@@ -234,7 +240,7 @@ def _teacher_is_asked(settings: Fields) -> None:
 def _flat_groups_count(settings: Fields) -> None:
     trainers = [settings.trainer, *map(settings.trainer.of_source, settings.trainer.sources)]
     replaces = settings.rollout.dynamic_sampling
-    if replaces and any(trainer.advantage in ("one", "zero") for trainer in trainers):
+    if replaces and any(trainer.advantage in ALONE for trainer in trainers):
         raise ValueError(
             f"rollout.dynamic_sampling replaces groups of equal rewards, which trainer.algorithm="
             f"{settings.trainer.algorithm} learns from; leave one of them out"

@@ -23,9 +23,13 @@ class RunSettings(Fields):
     @model_validator(mode="before")
     @classmethod
     def _answers_are_written(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Fine-tuning and DPO train on what the tasks have, unless the rollout says otherwise."""
+        """Fine-tuning, DPO and KTO train on what the tasks have, unless the rollout says otherwise."""
         trainer, rollout = (values.get(name, {}) for name in ("trainer", "rollout"))
-        written: dict[Any, tuple[str, int]] = {"sft": ("demonstration", 1), "dpo": ("preference", 2)}
+        written: dict[Any, tuple[str, int]] = {
+            "sft": ("demonstration", 1),
+            "dpo": ("preference", 2),
+            "kto": ("labelled", 1),
+        }
         algorithm = trainer.get("algorithm") if isinstance(trainer, Mapping) else None  # pyright: ignore
         if algorithm not in written:
             return values

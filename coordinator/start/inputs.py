@@ -23,6 +23,7 @@ from rollout.engines.model_dir import WeightsError, is_adapter, model_files, pol
 from rollout.engines.model_facts import count_parameters
 from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_demonstrations
+from rollout.environments.labelled import check_labels
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
 from rollout.settings import TINY
@@ -169,6 +170,8 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             check_demonstrations(tasks)
         if settings.rollout.environment == "preference":
             check_preferences(tasks)
+        if settings.rollout.environment == "labelled":
+            check_labels(tasks)
         eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
         refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
         refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)

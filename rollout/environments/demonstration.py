@@ -47,7 +47,7 @@ async def demonstration(
     end or the chat template leaves a part of it out, or if the whole is longer than `context` or
     has a token beyond the `vocabulary`.
     """
-    answer, limits = _answer(task), (end_ids, context, vocabulary)
+    answer, limits = demonstrated(task), (end_ids, context, vocabulary)
     return [await written(task, answer, policy, sampling.max_tokens, *limits)]
 
 
@@ -167,10 +167,10 @@ async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[i
 def check_demonstrations(tasks: TaskSet) -> None:
     """Raise TaskError, which names the task, if a task has no answer to demonstrate."""
     for task in tasks.tasks:
-        _answer(task)
+        demonstrated(task)
 
 
-def _answer(task: Task) -> Message:
+def demonstrated(task: Task) -> Message:
     """Return the answer that the task demonstrates."""
     answer = without_answer(task).get(ANSWER) or {"role": "assistant", "content": str(task.get("answer", ""))}
     if not any(answer.get(name) for name in SAID):

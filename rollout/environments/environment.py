@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.environments import openenv, text_gym, verifiers
 from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
+from rollout.environments.labelled import labelled
 from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy, opening, sample_of
 from rollout.environments.preference import preference
@@ -63,6 +64,7 @@ BUILT_IN: dict[str, Environment] = {
     "calculator": calculator,
     "demonstration": demonstration,
     "preference": preference,
+    "labelled": labelled,
     "python": python,
 }
 

@@ -20,6 +20,7 @@ from rollout.engines.client import EngineClient
 from rollout.engines.model_facts import most_tokens, placeholder, template_text, vocabulary_size
 from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_vocabulary, demonstration
+from rollout.environments.labelled import labelled
 from rollout.environments.left_out import template_warnings
 from rollout.environments.policy import Policy, opening
 from rollout.environments.preference import preference
@@ -44,7 +45,12 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _MARKS_OF_TURN = 64
 """More tokens than a chat template writes around a message."""
 _UNLIMITED = 2**31
-_WRITTEN: dict[str, Any] = {"demonstration": demonstration, "preference": preference}
+_WRITTEN: dict[str, Any] = {
+    "demonstration": demonstration,
+    "preference": preference,
+    "labelled": labelled,
+}
+_ANSWERS = ("answer", "chosen", "rejected", "completion")
 
 
 @dataclass
@@ -155,14 +161,14 @@ def _look(tasks: Sequence[Task], look: _Look) -> None:
     mark = re.compile("|".join(map(re.escape, look.special_tokens.values())) or "(?!)")
     for index, task in enumerate(tasks):
         messages = [*task.get("messages", ()), *([task[ANSWER]] if ANSWER in task else [])]
-        lists = [answer for name in ("chosen", "rejected") if isinstance(answer := task.get(name), list)]
+        lists = [answer for name in _ANSWERS if isinstance(answer := task.get(name), list)]
         messages += [message for answer in lists for message in answer if isinstance(message, dict)]
         words = [str(message.get("content", "")) for message in messages]
-        answers = [str(task[name]) for name in ("answer", "chosen", "rejected") if name in task]
+        answers = [str(task[name]) for name in _ANSWERS if name in task]
         inside = [*words, *(re.sub(f"({mark.pattern})\\s*\\Z", "", answer) for answer in answers)]
         for text in {shown for word in inside for shown in mark.findall(word)}:
             look.in_words.setdefault(text, []).append(index)
-        fields = [str(task[name]) for name in ("prompt", "answer", "chosen", "rejected") if name in task]
+        fields = [str(task[name]) for name in ("prompt", *_ANSWERS) if name in task]
         holds = frozenset(mark.findall(str(task.get("prompt", ""))))
         shape = (holds, bool(task.get("tools")), frozenset((m.get("role"), *sorted(m)) for m in messages))
         if shape not in look.shapes and len(look.shapes) < _MOST_SHAPES:

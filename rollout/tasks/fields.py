@@ -65,16 +65,17 @@ def task_of(
         raise ValueError("its one message is the answer, and there is nothing it answers")
     if ANSWER in task and (messages := task.get("messages")) and messages[-1]["role"] == "assistant":
         raise ValueError("its `messages` end with two of the assistant; join them, or leave out one")
-    completion = None if {ANSWER, "answer"} & task.keys() else _completion(task)
+    is_rated = isinstance(task.get("label"), bool)  # then the completion may be a bad one
+    completion = None if is_rated or {ANSWER, "answer"} & task.keys() else completion_of(task)
     return {**task, ANSWER: completion} if completion else task
 
 
-def _completion(task: Mapping[str, Any]) -> Message | None:
-    """Return the field `completion`, if that is what the task's prompt should be answered with: a text, or
-    the assistant's message. A task with a `label` beside it says how good it is.
+def completion_of(task: Mapping[str, Any]) -> Message | None:
+    """Return the field `completion`, if that is an answer to the task's prompt: a text, or the assistant's
+    message.
     """
     completion = task.get("completion")
-    if isinstance(task.get("label"), bool) or not completion:
+    if not completion:
         return None
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}

@@ -30,6 +30,8 @@ from trl import (  # type: ignore[import-not-found]
     DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RLOOConfig,
     RLOOTrainer,
     SFTConfig,
@@ -62,7 +64,9 @@ LENGTHS = [2 + (3 * row) % (LONGEST - 1) for row in range(ROWS)]
 TRUNCATED = {row for row in range(ROWS) if LENGTHS[row] == LONGEST}
 assert TRUNCATED
 FIRST = 10
-"""The first token of row r is FIRST + r, by which a table is looked up."""
+"""The first token of row r is FIRST + r, by which a table is looked up; the last one of its prompt too."""
+SHIFT = 0.2
+"""Of the policy's log probabilities behind the prompt of another row."""
 
 
 def table(seed: int, spread: float, around: Tensor | None = None) -> Tensor:
@@ -98,6 +102,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WRITTEN = {
     SFTTrainer: {"text": "1+1=2"},
     DPOTrainer: {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    KTOTrainer: {"prompt": "1+1=", "completion": "2", "label": True},
 }
 """By trainer that generates nothing, a row of its data."""
 
@@ -138,6 +143,8 @@ class Found:
     """(ROWS, LONGEST) each."""
     order: list[int] = field(default_factory=list)
     """The rows of all steps."""
+    shown: list[float] = field(default_factory=list)
+    """The losses that a user sees, where those of the gradients are another's."""
 
 
 @pytest.fixture
@@ -208,15 +215,18 @@ class Table:
     def __init__(self) -> None:
         self.policy, self.found = moved(), Found()
 
-    def _of(self, values: Tensor, microbatch: Microbatch) -> Tensor:
-        """(N,) a table's values for the trained tokens."""
+    def _of(self, values: Tensor, microbatch: Microbatch, shift: float = 0.0) -> Tensor:
+        """(N,) a table's values for the trained tokens, more by `shift` behind the prompt of another row."""
         lengths = np.bincount(microbatch.sequences)
         within = np.concatenate([np.arange(length) for length in lengths])
-        rows = microbatch.targets[within == 0][microbatch.sequences] - FIRST
-        return values[torch.from_numpy(rows), torch.from_numpy(within)]
+        first = within == 0
+        rows = microbatch.targets[first] - FIRST
+        others = microbatch.token_ids.flatten()[microbatch.scored_at[first]] - FIRST != rows
+        rows, others = (torch.from_numpy(of_row[microbatch.sequences]) for of_row in (rows, others))
+        return values[rows, torch.from_numpy(within)] + shift * others
 
     def logprobs(self, microbatch: Microbatch, *_: Any) -> tuple[Tensor, Tensor]:
-        values = self._of(self.policy if torch.is_grad_enabled() else OLD, microbatch)
+        values = self._of(self.policy if torch.is_grad_enabled() else OLD, microbatch, SHIFT)
         return values, values.square()  # in place of entropies, on both sides
 
     def reference_logprobs(self, microbatch: Microbatch, *_: Any) -> Tensor:
@@ -256,7 +266,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
             groups(), settings=settings, max_tokens=LONGEST, reward_weights=WEIGHTS, **about
         )
         learner: Any = Table()
-        train(learner, batch, settings, max_tokens=LONGEST, report=lambda _: None)
+        steps_taken = train(learner, batch, settings, max_tokens=LONGEST, report=lambda _: None)
+        learner.found.shown = [step.loss for step in steps_taken]
         return learner.found
 
     return run
@@ -272,7 +283,7 @@ def groups() -> list[Group]:
 def sample(row: int, reward: float) -> Sample:
     ids, length = completion(row), LENGTHS[row]
     return Sample(
-        token_ids=np.array([3, 4, *ids], np.int32),
+        token_ids=np.array([3, FIRST + row, *ids], np.int32),
         loss_mask=np.array([0, 0] + [1] * length, np.uint8),
         logprobs=np.concatenate([[0, 0], ENGINE[row, :length].numpy()]).astype(np.float32),
         finish_reason="length" if row in TRUNCATED else "stop",
@@ -479,3 +490,53 @@ def test_preferences_are_those_of_trls_dpo(
     (own,), (other,) = found.gradients, expected.gradients
     torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-8)
     assert other.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("shift", [SHIFT, -SHIFT], ids=["far from the base model", "clamped"])
+def test_labels_are_those_of_trls_kto(
+    model_dir: Path,
+    tmp_path: Path,
+    ours: Callable[..., Found],
+    monkeypatch: pytest.MonkeyPatch,
+    shift: float,
+) -> None:
+    """With answers behind other prompts, whose log ratios have a mean above 0, or below."""
+    monkeypatch.setitem(globals(), "SHIFT", shift)
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+    trainer = make_trainer(
+        KTOTrainer, KTOConfig, model_dir, tmp_path, beta=0.3, per_device_train_batch_size=ROWS, **weights
+    )
+    trainer.precompute_ref_logps = True
+    labels = [reward > 0 for of_group in REWARDS for reward in of_group]
+    answers = [completion(row) for row in range(ROWS)]
+    mask = torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
+    reference = (REFERENCE * mask).sum(1).tolist()
+    columns = {
+        "prompt_ids": [[3, FIRST + row] for row in range(ROWS)],
+        "completion_ids": answers,
+        "KL_completion_ids": [answers[-1], *answers[:-1]],
+        "label": labels,
+        "ref_logps": reference,
+        "ref_KL_logps": [reference[-1], *reference[:-1]],
+    }
+    inputs = trainer.data_collator([{name: columns[name][row] for name in columns} for row in range(ROWS)])
+    old = OLD.clone().requires_grad_()
+    distances: list[float] = []
+
+    def model(input_ids: Tensor, **_: Any) -> Any:
+        prompts, rows = input_ids[:, 1] - FIRST, input_ids[:, 2] - FIRST
+        values = (old[rows] + SHIFT * (prompts != rows)[:, None]) * mask[rows]
+        distances.append(float((values.detach().sum(1) - (REFERENCE * mask).sum(1)[rows]).mean()))
+        values = torch.nn.functional.pad(values, (1, 0))[:, : input_ids.shape[1] - 1]
+        return SimpleNamespace(log_probs=values, entropy=values, is_top1=values > 0, mean_logits=values)
+
+    model.training = True  # pyright: ignore[reportFunctionMemberAccess]
+    loss = trainer.compute_loss(model, inputs)
+    expected = Found([loss.item()], list(torch.autograd.grad(loss, old)))
+    assert abs(distances[0]) > 0.5 and (distances[0] > 0) == (shift > 0), "of answers behind other prompts"
+    mine = {"pair_beta": 0.3, "undesirable_weight": 1.5, "keep_flat_groups": False}
+    found = ours(list(range(ROWS)), 1, algorithm="kto", **mine)
+    (own,), (other,) = found.gradients, expected.gradients
+    torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-8)
+    assert other.abs().max() > 1e-3
+    assert found.shown == pytest.approx(expected.losses, rel=1e-6)

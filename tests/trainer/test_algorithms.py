@@ -84,6 +84,7 @@ ADVANTAGES: dict[str, dict[tuple[int, int], float]] = {
     "rft": {(0, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.0},
     "sft": dict.fromkeys(TOKENS, 1.0),
     "dpo": {(0, 0): 1.0, (0, 1): -1.0, (1, 0): -1.0, (1, 1): 1.0},
+    "kto": {**dict.fromkeys(TOKENS, 1.0), (0, 1): -1.0, (1, 0): -1.0},
     "distill": dict.fromkeys(TOKENS, 0.0),
 }
 
@@ -194,7 +195,7 @@ def likelihood(rows: list[Row], at: list[Row]) -> float:
 
 
 def pairs(rows: list[Row], at: list[Row]) -> float:
-    """Whose advantages have DPO's weights already: test_pairs."""
+    """Whose advantages have DPO's or KTO's weights already: test_pairs."""
     return -sum(sum(a * n for n in new) for new, *_, a in rows) / len(rows)
 
 
@@ -228,6 +229,7 @@ LOSSES: dict[str, Callable[[list[Row], list[Row]], float]] = {
     "rft": likelihood,
     "sft": likelihood,
     "dpo": pairs,
+    "kto": pairs,
     "distill": reverse_kl,
 }
 """By preset, the loss of the first argument's policy, what stands behind a stop-gradient by the second's."""
@@ -330,7 +332,7 @@ def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
         TrainerSettings(algorithm="GRPO")
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "distill", "rft", "maxrl", "gdpo"])
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "distill", "rft", "maxrl", "gdpo"])
 def test_credit_by_turn_is_refused_where_advantages_are_of_whole_samples(algorithm: str) -> None:
     refusal = r"credit=turn with trainer.advantage=\w+: that is of whole samples; use centred, standardised, "
     with pytest.raises(ValueError, match=refusal):

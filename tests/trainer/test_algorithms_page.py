@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from rollout.environments.demonstration import check_demonstrations
+from rollout.environments.labelled import check_labels
 from rollout.environments.preference import check_preferences
 from rollout.tasks.task_set import load_tasks
 from trainer import algorithms
@@ -32,7 +33,7 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_block_of_the_page_goes_untested() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["toml", "json", "json", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["toml", "json", "json", "json", "python"]
     sources = tomllib.loads(BLOCKS[0][1])["trainer"]["sources"]
     assert TrainerSettings.model_validate({"sources": sources}).sources.keys() == {"math", "code"}
     assert len(COMMANDS) == len([line for line in PAGE.splitlines() if re.search(r"(^    |`)run ", line)])
@@ -55,9 +56,9 @@ def test_preset_of_ones_own_composes_the_loss(with_the_preset: None) -> None:
     )
 
 
-def test_demonstrations_and_preferences_of_the_page_are_tasks(tmp_path: Path) -> None:
+def test_written_answers_of_the_page_are_tasks(tmp_path: Path) -> None:
     blocks = [text for kind, text in BLOCKS if kind == "json"]
-    for block, check in zip(blocks, (check_demonstrations, check_preferences), strict=True):
+    for block, check in zip(blocks, (check_demonstrations, check_preferences, check_labels), strict=True):
         (tmp_path / "tasks.jsonl").write_text(block)
         check(load_tasks(str(tmp_path / "tasks.jsonl"), seed=0, split="train"))
 

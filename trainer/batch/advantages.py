@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trainer.settings import ALONE
+
 Values = NDArray[np.float64]
 
 _EPSILON = 1e-6
@@ -59,6 +61,11 @@ def _pair(rewards: Values) -> Values:
     return signs
 
 
+def _label(rewards: Values) -> Values:
+    """1 for a reward above 0, else -1."""
+    return np.where(rewards > 0, 1.0, -1.0)
+
+
 _KINDS: dict[str, Callable[[Values], Values]] = {
     "centred": _centred,
     "standardised": _standardised,
@@ -69,6 +76,7 @@ _KINDS: dict[str, Callable[[Values], Values]] = {
     "one": np.ones_like,
     "zero": np.zeros_like,
     "pair": _pair,
+    "label": _label,
 }
 
 
@@ -77,15 +85,15 @@ def group_advantages(rewards: ArrayLike, kind: str = "centred", *, keep_flat: bo
 
     `rewards` (n,) holds the samples that exist: the caller leaves out a cancelled or failed one, which is not
     a zero. The result is None if the group teaches nothing, with fewer than two samples or no variance;
-    zeros with `keep_flat`. `one` is 1 for every sample, `zero` 0. Raises ValueError for a
-    reward that is not finite, or that `kind` has no advantage for.
+    zeros with `keep_flat`. From the kinds of ALONE each group learns. Raises ValueError for a reward that is
+    not finite, or that `kind` has no advantage for.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"rewards of a group are one-dimensional, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"a reward is not a finite number: {values.tolist()}; check the reward function")
-    if kind not in {"one", "zero"} and (len(values) < 2 or np.ptp(values) == 0):
+    if kind not in ALONE and (len(values) < 2 or np.ptp(values) == 0):
         return np.zeros_like(values) if keep_flat else None
     return _KINDS[kind](values)
 

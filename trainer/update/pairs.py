@@ -1,4 +1,6 @@
-"""Preferences: how far each pair of an optimizer step is from what its samples' order asks for (DPO)."""
+"""Preferences: how far each pair, or sample, of an optimizer step is from what its order, or label, asks for
+(DPO, KTO).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +11,18 @@ import numpy as np
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Microbatch
 from trainer.model.parallel import Layout
+from trainer.settings import TrainerSettings
 from trainer.update.kl_reward import Values, sums_of_sequences
 
 
 class Preferences(NamedTuple):
-    """Of the pairs of an optimizer step."""
+    """Of the pairs, or the labelled samples, of an optimizer step."""
 
     loss: float
-    """Mean of -log sigmoid(margin)."""
+    """Mean of -log sigmoid(margin), or of 1 - sigmoid(margin)."""
     margin: float
-    """Mean of beta (D_better - D_worse), where D is the log ratio of a sample, policy to reference."""
+    """Mean of beta (D_better - D_worse), where D is the log ratio of a sample, policy to reference; or of
+    +-beta (D - z)."""
     preferred: float
     """Fraction whose margin is above 0."""
 
@@ -52,3 +56,60 @@ def with_pair_weights(
     here = np.unique(batch.groups[step.start : step.stop])
     of_pairs = losses[here].mean(), margins[here].mean(), (margins[here] > 0).mean()
     return scaled, Preferences(*map(float, of_pairs))
+
+
+def mismatched(batch: Batch, steps: Sequence[range]) -> Batch:
+    """Return the batch with the answers moved on by one sequence within each step, each behind the prompt of
+    the next: what KTO measures the policy's distance from the reference by. None gets longer than the
+    batch's longest sequence.
+    """
+    answers = np.arange(len(batch))
+    for step in steps:
+        answers[step.start : step.stop] = np.roll(step, 1)
+    offsets, prompts, longest = batch.offsets, batch.prompt_tokens, batch.lengths().max()
+    pieces = [
+        [
+            np.arange(offsets[k], offsets[k] + prompts[k]),
+            np.arange(offsets[other] + prompts[other], offsets[other + 1])[: longest - prompts[k]],
+        ]
+        for k, other in enumerate(answers)
+    ]
+    tokens = np.concatenate([piece for of_sequence in pieces for piece in of_sequence])
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[tokens] for name in ("token_ids", "loss_mask", "logprobs", "ages")},
+        offsets=np.cumsum([0, *(sum(map(len, of_sequence)) for of_sequence in pieces)], dtype=np.int64),
+        teacher_logprobs=batch.teacher_logprobs[:0],
+    )
+
+
+def with_label_weights(
+    batch: Batch,
+    plan: Sequence[Microbatch],
+    log_ratios: Sequence[Values],
+    mismatched_plan: Sequence[Microbatch],
+    mismatched_ratios: Sequence[Values],
+    step: range,
+    settings: TrainerSettings,
+    layout: Layout,
+) -> tuple[list[Microbatch], Preferences]:
+    """Return this rank's microbatches of a step, weighted for the gradient of KTO's loss (arXiv 2402.01306,
+    equation 8), and what the step's samples show; see with_pair_weights.
+
+    `mismatched_ratios` are those of `mismatched_plan`, of the batch that `mismatched` makes: their mean, at
+    least 0, is z. No gradient flows through it. The gradient of 1 - sigmoid(m), m = +-beta (D - z), is that
+    of -A log pi, summed over tokens, with A = +-beta sigmoid(m) sigmoid(-m).
+    """
+    here = slice(step.start, step.stop)
+    sums = sums_of_sequences(batch, [plan], [log_ratios], layout)
+    distance = sums_of_sequences(batch, [mismatched_plan], [mismatched_ratios], layout)[here].mean()
+    margins = settings.pair_beta * batch.advantages * (sums - max(0.0, distance))
+    losses = np.exp(-np.logaddexp(0, margins))  # 1 - sigmoid(margin), exact for a large one too
+    of_labels = np.where(batch.advantages > 0, 1.0, settings.undesirable_weight)
+    weights = settings.pair_beta * of_labels * losses * (1 - losses)
+    scaled = [
+        replace(m, advantages=(m.advantages * weights[m.members][m.sequences]).astype(np.float32))
+        for m in plan
+    ]
+    of_samples = (of_labels * losses)[here].mean(), margins[here].mean(), (margins[here] > 0).mean()
+    return scaled, Preferences(*map(float, of_samples))

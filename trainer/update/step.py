@@ -23,7 +23,7 @@ from trainer.settings import TrainerSettings
 from trainer.statistics import STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, kl_estimate, policy_loss
-from trainer.update.pairs import with_pair_weights
+from trainer.update.pairs import mismatched, with_label_weights, with_pair_weights
 
 
 class TrainingDiverged(RuntimeError):
@@ -90,25 +90,22 @@ def train(
         return []
     layout = learner.layout
     weights = layout.data_weights(rank_weights)
-    plans = [
-        plan_step(
-            batch,
-            step.sequences,
-            weights,
-            layout.data_rank,
-            settings.max_tokens_per_microbatch,
-            learner.arrangement.packing,
-        )
-        for step in steps
-    ]
+
+    def planned(batch: Batch) -> list[list[Microbatch]]:
+        most, packing = settings.max_tokens_per_microbatch, learner.arrangement.packing
+        return [plan_step(batch, step.sequences, weights, layout.data_rank, most, packing) for step in steps]
+
+    plans = planned(batch)
+    others: list[list[Microbatch]] = [[] for _ in steps]
+    if settings.advantage == "label":
+        others = planned(mismatched(batch, [step.sequences for step in steps]))
     progress = progress or Progress()
     kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
     # Several updates: pi_old is the policy before the first one. For a first step that does not come again
     # that is the policy itself, which need not be asked before, unless the reward depends on it.
     scored = plans if kl_in_reward or settings.passes > 1 else plans[1:]
-    has_pairs = settings.advantage == "pair"
-    taken = settings.passes * (2 if has_pairs else 1)  # pairs are weighed before each step
-    progress.expect(sum(map(len, scored)) + taken * sum(map(len, plans)))
+    taken = [*plans, *others, *(plans if settings.weighs_samples else ())]
+    progress.expect(sum(map(len, scored)) + settings.passes * sum(map(len, taken)))
     befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
     for plan in scored:
         befores.append([])
@@ -119,12 +116,12 @@ def train(
         kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
         plans = with_kl_in_reward(batch, plans, kl, settings, layout)
     stats = []
-    every = settings.passes * list(zip(steps, plans, befores, strict=True))
-    for k, (step, plan, before) in enumerate(every):
+    every = settings.passes * list(zip(steps, plans, others, befores, strict=True))
+    for k, (step, plan, other, before) in enumerate(every):
         over = span[0] + (span[1] - span[0]) * k / len(every)
         with first_step if first_step is not None and k == 0 else nullcontext():
-            if has_pairs:
-                done = _pair_step(learner, batch, plan, before, step, settings, progress, over)
+            if settings.weighs_samples:
+                done = _weighed_step(learner, batch, plan, other, before, step, settings, progress, over)
             else:
                 done = _optimizer_step(learner, plan, before, step, settings, progress, over)
         stats.append(done)
@@ -190,26 +187,37 @@ def _steps(batch: Batch, settings: TrainerSettings, max_tokens: int) -> list[_St
     return steps
 
 
-def _pair_step(
+def _weighed_step(
     learner: Learner,
     batch: Batch,
     plan: Sequence[Microbatch],
+    others: Sequence[Microbatch],
     befores: Sequence[_Before],
     step: _Step,
     settings: TrainerSettings,
     progress: Progress,
     over: float,
 ) -> StepStats:
-    """Take an optimizer step on pairs; its loss is DPO's. They are weighed by the policy as it is now."""
-    log_ratios: list[NDArray[np.float64]] = []
-    for microbatch in plan:
-        log_ratios.append(_kl_of(_ask(learner, microbatch, "base"), "k1"))
-        progress.advance()
-    plan, pair_figures = with_pair_weights(
-        batch, plan, log_ratios, step.sequences, settings.pair_beta, learner.layout
-    )
+    """Take an optimizer step on pairs, or on labelled samples; its loss is DPO's, or KTO's. They are weighed
+    by the policy as it is now.
+    """
+
+    def log_ratios(plan: Sequence[Microbatch]) -> list[NDArray[np.float64]]:
+        ratios: list[NDArray[np.float64]] = []
+        for microbatch in plan:
+            ratios.append(_kl_of(_ask(learner, microbatch, "base"), "k1"))
+            progress.advance()
+        return ratios
+
+    here, layout, ratios = step.sequences, learner.layout, log_ratios(plan)
+    if settings.advantage == "pair":
+        plan, figures = with_pair_weights(batch, plan, ratios, here, settings.pair_beta, layout)
+    else:
+        plan, figures = with_label_weights(
+            batch, plan, ratios, others, log_ratios(others), here, settings, layout
+        )
     done = _optimizer_step(learner, plan, befores, step, settings, progress, over)
-    return replace(done, **pair_figures._asdict())
+    return replace(done, **figures._asdict())
 
 
 def _optimizer_step(

@@ -531,3 +531,14 @@ def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> N
 def test_distillation_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
     settings = {"rollout.teacher": "http://127.0.0.1:8000/v1", "trainer.algorithm": "distill", **given}
     assert reason in refused({name: value for name, value in settings.items() if value is not None})
+
+
+def test_labelled_answers_are_refused_where_the_bad_ones_would_be_learnt_or_nothing_is() -> None:
+    given = {"rollout__environment": "labelled", "tasks": "tasks.jsonl"}
+    assert refusal(trainer__algorithm="sft", **given) == (
+        "rollout.environment=labelled with trainer.algorithm=sft would train on the bad answers too; add "
+        "trainer.algorithm=kto, or trainer.reward_threshold=1"
+    )
+    assert "add trainer.algorithm=kto" in refusal(trainer__algorithm="dpo", **given)
+    chosen = build({"trainer.algorithm": "kto", "tasks": "tasks.jsonl"}).rollout
+    assert (chosen.environment, chosen.samples_per_task) == ("labelled", 1)

@@ -1,4 +1,6 @@
-"""Preferences (DPO): the loss and its gradient are the paper's, however pairs are laid into microbatches."""
+"""Preferences (DPO, KTO): the loss and its gradient are the paper's, however samples are laid into
+microbatches.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model.model import Learner, build_learner
 from trainer.settings import TrainerSettings
+from trainer.update.pairs import mismatched
 from trainer.update.step import StepStats, train
 
 CPU = torch.device("cpu")
@@ -158,3 +161,60 @@ def test_flat_groups_cannot_count() -> None:
         settings(keep_flat_groups=True)
     with pytest.raises(ValueError, match=r"entropy_bonus=0\.1 with trainer\.advantage=pair"):
         TrainerSettings(algorithm="dpo", entropy_bonus=0.1)
+
+
+def answers_behind(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the answer of each sequence."""
+    parts = zip(np.split(batch.token_ids, batch.offsets[1:-1]), batch.prompt_tokens, strict=True)
+    return [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in parts]
+
+
+def test_each_answer_stands_behind_the_next_prompt_of_its_step() -> None:
+    batch = batch_of(settings(algorithm="kto"))
+    own, other = answers_behind(batch), answers_behind(mismatched(batch, [range(0, 5), range(5, 12)]))
+    longest = max(len(prompt) + len(answer) for prompt, answer in own)
+    for k, (prompt, answer) in enumerate(other):
+        before = {0: 4, 5: 11}.get(k, k - 1)
+        assert (prompt, answer) == (own[k][0], own[before][1][: longest - len(prompt)])
+
+
+@pytest.mark.parametrize("tokens", [16, 4096], ids=["a sequence a microbatch", "one microbatch"])
+def test_gradient_is_that_of_ktos_loss(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    chosen = settings(algorithm="kto", max_tokens_per_microbatch=tokens, undesirable_weight=1.5)
+    batch, learner = batch_of(chosen), learner_of(models, chosen)
+
+    def log_ratios(batch: Batch) -> torch.Tensor:
+        """(S,) each sequence computed alone."""
+        alone = [fill(batch, [[Bundle([k], n)]]) for k, n in enumerate(batch.input_tokens.tolist())]
+        return torch.stack([(learner.logprobs(m)[0] - learner.reference_logprobs(m)).sum() for m in alone])
+
+    distance = log_ratios(mismatched(batch, [range(2 * PAIRS)])).mean().detach().clamp(min=0)
+    signs = torch.from_numpy(batch.advantages)
+    margins = BETA * signs * (log_ratios(batch) - distance)
+    loss = (torch.where(signs > 0, 1.0, 1.5) * (1 - margins.sigmoid())).mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*learner.parameters.values()])])
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(Learner, "apply", lambda self, *_: found.append(self.gradients.clone()) or 0.0)
+    (step,) = taken(learner, batch, chosen)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
+    assert expected.abs().max() > 1e-3
+    assert (step.loss, step.margin) == pytest.approx((loss.item(), margins.mean().item()), rel=1e-4)
+
+
+def test_training_learns_labels(models: tuple[Path, Path]) -> None:
+    chosen = settings(algorithm="kto", learning_rate=0.01)
+    batch, learner = batch_of(chosen), learner_of((models[0], models[0]), chosen)
+    first = taken(learner, batch, chosen)[0]
+    assert (first.loss, first.margin) == pytest.approx((0.5, 0.0), abs=1e-5)
+    for _ in range(20):
+        last = taken(learner, batch, chosen)[0]
+    assert last.preferred == 1 and last.loss < 0.4
+
+
+def test_a_step_of_one_answer_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"global_batch_size=1 with trainer\.advantage=label: a step compares"
+    ):
+        settings(algorithm="kto", global_batch_size=1)

@@ -125,6 +125,8 @@ class SavedState(_Document):
     policy: str
     """Digest of the weights that the state belongs to."""
     optimizer_step: int
+    entropy_control: tuple[float, float] | None = None
+    """See model.Learner."""
     files: dict[str, FileFacts]
     """Every other file of the directory."""
 

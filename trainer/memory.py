@@ -148,7 +148,7 @@ def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 def _head_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """Return what a chunk of logits takes: its gradient of the head is in bfloat16, their sum in float32."""
-    logits = LOGITS_BYTES * (2 if trainer.entropy_bonus else 1)  # and their gradient by way of the entropy
+    logits = LOGITS_BYTES * (2 if trainer.rewards_entropy else 1)  # and their gradient by way of the entropy
     ends = HALF_BYTES * shape.ends if is_sharded(shape, trainer, gpus) else 0
     return ends + logits + (0 if shape.adapters else ENDS_BYTES * shape.head)
 

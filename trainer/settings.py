@@ -107,19 +107,22 @@ class TrainerSettings(Settings):
     kl_to: Literal["base", "teacher"] = "base"
     """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
     kl_in: Literal["loss", "token_reward", "reward"] = "loss"
-    """Where `kl` goes: added to the loss of each token (GRPO); taken from the reward of each token, so that
-    its advantage falls by the sum over itself and later tokens (PPO); the sum over all tokens taken from the
-    reward of the sample, before the mean of its group (RLOO)."""
+    """Where `kl` goes: added to the loss of each token (GRPO); taken from the reward of each token, and so
+    from the advantages of those up to it (PPO); its sum taken from the sample's reward (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """How much of the policy's entropy, a mean over the trained tokens, the loss falls by (A3C, arXiv
     1602.01783), e.g. 0.001; 0: nothing."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
+    `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """See `entropy_target`."""
     keep_flat_groups: bool = False
-    """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They teach
-    nothing, and are computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other
-    samples that are not trained on (`overlong`, `reward_threshold`) then count too, as sequences without
-    tokens."""
+    """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
+    computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
+    trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
     overlong: Literal["keep", "penalise", "drop"] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
@@ -241,7 +244,12 @@ class TrainerSettings(Settings):
     @property
     def teaches_flat_groups(self) -> bool:
         """Whether the loss has a gradient where all advantages are 0."""
-        return self.kl != "off" or self.entropy_bonus > 0
+        return self.kl != "off" or self.rewards_entropy
+
+    @property
+    def rewards_entropy(self) -> bool:
+        """Whether the loss may have an entropy bonus."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -250,9 +258,10 @@ class TrainerSettings(Settings):
                 "trainer.keep_flat_groups=true with trainer.advantage=pair: a group of equal rewards has no "
                 "pair; leave one of them out"
             )
-        if self.weighs_samples and self.entropy_bonus:
+        if self.weighs_samples and self.rewards_entropy:
+            name = "entropy_bonus" if self.entropy_bonus else "entropy_target"
             raise ValueError(
-                f"trainer.entropy_bonus={self.entropy_bonus:g} with trainer.advantage={self.advantage}: its "
+                f"trainer.{name}={getattr(self, name):g} with trainer.advantage={self.advantage}: its "
                 "answers are compared, and not explored; leave one of them out"
             )
         if self.advantage == "label" and self.global_batch_size < 2:

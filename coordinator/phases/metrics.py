@@ -48,6 +48,7 @@ TRAINED = (
     "padding",
     "margin",
     "preferred",
+    "entropy_bonus",
 )
 """What training measures, as the trainer names it."""
 

@@ -106,6 +106,7 @@ ALIASES = {
     "max_epochs": "trainer.passes",
     "entropy_coef": "trainer.entropy_bonus",
     "entropy_coeff": "trainer.entropy_bonus",
+    "entropy_coef_delta": "trainer.entropy_step",
     "save_freq": "checkpoints.keep_every",
     "total_training_steps": "iterations",
     "logger": "metrics.sinks",

@@ -145,6 +145,7 @@ class Found:
     """The rows of all steps."""
     shown: list[float] = field(default_factory=list)
     """The losses that a user sees, where those of the gradients are another's."""
+    bonuses: list[float | None] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -211,6 +212,7 @@ class Table:
     """Stands in for a Learner; its parameters are the table NEW."""
 
     layout, device, arrangement, optimizer_step = ALONE, torch.device("cpu"), Arrangement(), 0
+    entropy_control = None
 
     def __init__(self) -> None:
         self.policy, self.found = moved(), Found()
@@ -268,6 +270,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
         learner: Any = Table()
         steps_taken = train(learner, batch, settings, max_tokens=LONGEST, report=lambda _: None)
         learner.found.shown = [step.loss for step in steps_taken]
+        learner.found.bonuses = [step.entropy_bonus for step in steps_taken]
         return learner.found
 
     return run
@@ -367,6 +370,17 @@ def test_loss_and_gradient_are_those_of_trl(
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the gradient: see above
     else:
         assert_equal(found, expected, steps)
+
+
+def test_adaptive_entropy_bonus_is_that_of_trl(trl: Callable[..., Found], ours: Callable[..., Found]) -> None:
+    """Over steps with entropies on both sides of the target."""
+    target = 1.9
+    theirs = {"use_adaptive_entropy": True, "entropy_target": target, "entropy_coef_delta": 0.1}
+    expected = trl(5, loss_type="grpo", epsilon=0.2, beta=0.0, entropy_coef=0.05, **theirs)
+    mine = {"entropy_bonus": 0.05, "entropy_target": target, "entropy_step": 0.1}
+    found = ours(expected.order, 5, **{**GRPO, **mine})
+    assert_equal(found, expected, 5)
+    assert found.bonuses == pytest.approx([0.0, 0.15, 0.0, 0.0, 0.1])
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -36,6 +36,7 @@ SHAPING = (
     "kl_in",
     "kl_to",
     "entropy_bonus",
+    "entropy_target",
     "keep_flat_groups",
     "overlong",
     "overlong_buffer",

@@ -196,6 +196,7 @@ def write(
         iteration=request.iteration,
         policy=policy_digest({name: facts for name, facts in written.items() if "/" not in name}),
         optimizer_step=learner.optimizer_step,
+        entropy_control=learner.entropy_control,
         files={
             Path(name).name: facts
             for name, facts in sorted(written.items())

@@ -254,6 +254,7 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
             steps = {} if group["is_muon"] else {"step": step}
             learner.optimizer.state[parameter] = {**steps, **moments[parameter]}
     learner.optimizer_step = document.optimizer_step
+    learner.entropy_control = document.entropy_control
 
 
 def _verify(directory: Path, document: SavedState, progress: Progress) -> None:

@@ -60,6 +60,8 @@ class Learner:
         kind = MuonAndAdamW if optimizer == "muon" else AdamW
         self.optimizer = kind(_decay_groups(self.parameters, matrices), fused=True)
         self.optimizer_step = 0
+        self.entropy_control: tuple[float, float] | None = None
+        """With trainer.entropy_target: the bonus of the next step, and the entropy of the last one."""
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.arrangement = Arrangement()

@@ -87,6 +87,13 @@ def policy_loss(
         return loss, torch.stack([stat.sum() for stat in stats]) / totals.tokens
 
 
+def adapted_bonus(bonus: float, entropy: float, target: float, by: float) -> float:
+    """Return the weight of the entropy bonus after a step of this entropy (Skywork-OR1, arXiv 2505.22312):
+    higher if the policy is at the target or below, else lower; from 0 to 1.
+    """
+    return min(max(bonus + (by if entropy <= target else -by), 0.0), 1.0)
+
+
 def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: TrainerSettings) -> Tensor:
     """(N,) pi_theta / pi_old of each token, or of its sequence.
 

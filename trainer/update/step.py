@@ -22,7 +22,7 @@ from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
-from trainer.update.loss import Totals, kl_estimate, policy_loss
+from trainer.update.loss import Totals, adapted_bonus, kl_estimate, policy_loss
 from trainer.update.pairs import mismatched, with_label_weights, with_pair_weights
 
 
@@ -53,6 +53,8 @@ class StepStats:
     padding: float
     """Fraction of this rank's rows that holds no token."""
     seconds: float
+    entropy_bonus: float | None = None
+    """The weight that the step had; None: it is fixed."""
     margin: float | None = None
     """See pairs.Preferences; None without pairs."""
     preferred: float | None = None
@@ -234,6 +236,11 @@ def _optimizer_step(
     `over`: the fraction of the run that is over.
     """
     started = time.perf_counter()
+    bonus, applied = settings.entropy_bonus, None
+    if settings.entropy_target is not None:
+        bonus, last_entropy = learner.entropy_control or (bonus, math.inf)
+        applied = bonus if last_entropy <= settings.entropy_target else 0.0
+        settings = settings.model_copy(update={"entropy_bonus": applied})
     learner.zero_sums()
     largest = torch.zeros((), device=learner.device)
     for microbatch, before in zip(plan, befores, strict=True):
@@ -251,6 +258,9 @@ def _optimizer_step(
         )
     learner.scale_gradients(min(1.0, settings.clip_norm / (norm + 1e-6)))
     lr = learner.apply(settings, over)
+    if settings.entropy_target is not None:
+        adapted = adapted_bonus(bonus, entropy, settings.entropy_target, settings.entropy_step)
+        learner.entropy_control = adapted, entropy
     return StepStats(
         loss=loss,
         **dict(zip(STATS, statistics, strict=True)),
@@ -262,6 +272,7 @@ def _optimizer_step(
         trained_tokens=step.totals.tokens,
         padding=_padding(plan),
         seconds=time.perf_counter() - started,
+        entropy_bonus=applied,
     )
 
 
@@ -330,7 +341,11 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
         **{name: mean(name) for name in STATS if name not in WEIGHTS},
         **({"effective_samples": mean("weight") ** 2 / squared} if squared else {}),
         "padding": mean("padding"),
-        **{name: mean(name) for name in ("margin", "preferred") if stats and stats[0].margin is not None},
+        **{
+            name: mean(name)
+            for name in ("margin", "preferred", "entropy_bonus")
+            if stats and getattr(stats[0], name) is not None
+        },
         "tokens": float(tokens),
         "sequences": float(sequences),
         "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,

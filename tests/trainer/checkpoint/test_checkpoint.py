@@ -171,6 +171,25 @@ def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
     assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
 
 
+def test_adapted_entropy_bonus_goes_on_bit_by_bit(
+    batch: Batch, make_request: Callable[..., TrainRequest]
+) -> None:
+    given = {"entropy_target": 5.0, "entropy_bonus": 0.01, "entropy_step": 0.003, "learning_rate": 1e-3}
+    first = with_settings(make_request(batch), **given)
+    uninterrupted = load_base(first)
+    run_phase(uninterrupted, batch, first)
+    second = with_settings(make_request(batch, base=Path(first.staging_dir)), **given)
+    resumed = load_base(second)
+    steps = [
+        train(learner, batch, second.settings, max_tokens=32, report=lambda line: None)
+        for learner in (uninterrupted, resumed)
+    ]
+    assert [step.entropy_bonus for step in steps[0]] == pytest.approx([0.019, 0.022, 0.025])
+    assert [step.entropy_bonus for step in steps[0]] == [step.entropy_bonus for step in steps[1]]
+    assert resumed.entropy_control == uninterrupted.entropy_control
+    torch.testing.assert_close(weights(resumed), weights(uninterrupted), rtol=0, atol=0)
+
+
 def test_large_state_is_several_files_which_are_read_as_one(
     batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:

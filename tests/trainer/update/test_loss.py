@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.settings import TrainerSettings
 from trainer.statistics import STATS
-from trainer.update.loss import Totals, policy_loss
+from trainer.update.loss import Totals, adapted_bonus, policy_loss
 
 SETTINGS = TrainerSettings(clip_low=0.2, clip_high=0.28, engine_correction_cap=2.0)
 #             inside, above+, below+, above-, below-, cap
@@ -241,6 +241,15 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation() -> None:
         assert entropies.grad is not None and entropies.grad.tolist() == [-0.25 / 4] * 3
         with pytest.raises(ValueError, match=r"entropy_bonus=0.25 needs the policy's entropies"):
             policy_loss(*batch, settings)
+
+
+@pytest.mark.parametrize(
+    ("bonus", "entropy", "expected"), [(0.5, 1.0, 0.6), (0.5, 1.1, 0.4), (0.05, 1.1, 0.0), (0.95, 0.0, 1.0)]
+)
+def test_entropy_bonus_rises_below_its_target_and_falls_above(
+    bonus: float, entropy: float, expected: float
+) -> None:
+    assert adapted_bonus(bonus, entropy, target=1.0, by=0.1) == pytest.approx(expected)
 
 
 def test_kl_without_a_reference_is_an_error() -> None:

@@ -10,5 +10,7 @@ for the engine has cut or masked. `weight`, `weight_squared`: w = pi_old / mu be
 and w squared: their means say how many samples of the policy itself the tokens are worth.
 """
 WEIGHTS = ("weight", "weight_squared")
+BY_SOURCE = ("loss", "kl_engine", "kl_reference", "entropy")
+"""What is measured for each source of tasks too, as means over its trained tokens."""
 SUMS = ("loss", *STATS, "entropy")
 """What a step adds up over its microbatches and ranks, in this order."""

@@ -155,10 +155,12 @@ def _weights(settings: RunSettings, origin: Origin) -> dict[str, float] | None:
 def _task_sources(
     run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSet | None
 ) -> dict[int, str]:
-    """Return the source of each slot's task, if the batch depends on them."""
-    if tasks is None or not settings.trainer.sources:
+    """Return the source of each slot's task."""
+    if tasks is None:
         return {}
     opened = published.read_json(run_dir.iteration_json(iteration))
+    if opened is None and not settings.trainer.sources:  # then nothing but metrics depends on them
+        return {}
     if opened is None:
         raise Incomplete(f"{run_dir.iteration_json(iteration)} is missing or damaged")
     field, drawn = settings.rollout.ratio_field, list[int](opened["tasks"])

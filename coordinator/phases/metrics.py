@@ -138,6 +138,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "train_tokens_per_s": trained.get("tokens_per_s"),
         "checkpoint_seconds": trained.get("checkpoint_seconds"),
         **{name: trained.get(name) for name in TRAINED},
+        **_trained_by_source(trained),
         "truncated": train.get("truncated"),
         "length": round(train["tokens"] / train["samples"], 2) if train.get("samples") else None,
         "seconds": times["seconds"],
@@ -227,6 +228,16 @@ def _rewards_by_source(
         "reward_by_source": by_source(train.get("rewards", {}), tasks, field),
         "eval_reward_by_source": by_source(rewards, eval_tasks, field),
     }
+
+
+def _trained_by_source(trained: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return what training has measured for each source of tasks, by the name of the metric."""
+    measured: dict[str, dict[str, float]] = {}
+    for key, value in trained.items():
+        name, is_of_source, source = key.partition("_by_source.")
+        if is_of_source:
+            measured.setdefault(f"{name}_by_source", {})[source] = value
+    return measured
 
 
 def _number_types(settings: RunSettings) -> str:

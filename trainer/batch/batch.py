@@ -47,8 +47,9 @@ _DTYPES = {
     "ages": np.int32,
     "teacher_logprobs": np.float32,
     "token_advantages": np.float32,
+    "sources": np.int32,
 }
-_OPTIONAL = {"token_advantages"}
+_OPTIONAL = {"token_advantages", "sources"}
 """What a batch of before may lack, as one does that has none of it."""
 
 
@@ -118,6 +119,10 @@ class Batch:
     """(T,), those of their turns; or (0,): each token has that of its sample."""
     pictures: Sequence[Sequence[Picture]] = ()
     """(S,) those of each sequence, in order; empty if no sequence has any."""
+    sources: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """(S,) the index in `source_names` of the source of each sequence's task; or (0,)."""
+    source_names: Sequence[str] = ()
+    """In order; empty if the tasks have a single source."""
 
     def __len__(self) -> int:
         """Number of sequences, without the absent ones."""
@@ -175,6 +180,8 @@ class Batch:
         }
         if self.pictures:
             header["pictures"] = [[astuple(picture) for picture in shown] for shown in self.pictures]
+        if self.source_names:
+            header["source_names"] = list(self.source_names)
         arrays = {name: getattr(self, name) for name in _DTYPES}
         arrays = {name: array for name, array in arrays.items() if name not in _OPTIONAL or len(array)}
         return safetensors.numpy.save(arrays, metadata={"batch": json.dumps(header, sort_keys=True)})
@@ -191,6 +198,7 @@ class Batch:
             batch = Batch(
                 **{name: arrays[name] for name in _DTYPES if name in arrays or name not in _OPTIONAL},
                 counts=Counts(**header["counts"]),
+                source_names=header.get("source_names", ()),
                 pictures=[[Picture(*fields) for fields in shown] for shown in header.get("pictures", ())],
                 **{name: header[name] for name in ("manifest_sha256", "policy", "seed")},
             )
@@ -232,6 +240,11 @@ class Batch:
             raise DamagedBatch("a logprob is infinite, but no engine samples a token of probability 0")
         if self.pictures and len(self.pictures) != sequences:
             raise DamagedBatch(f"it has pictures of {len(self.pictures)} sequences, not of {sequences}")
+        if (
+            len(self.sources) != (sequences if self.source_names else 0)
+            or not np.isin(self.sources, range(len(self.source_names))).all()
+        ):
+            raise DamagedBatch("sources and source_names do not name the source of each sequence")
         places = np.concatenate([[-1], self.absent_at, [sequences + len(self.absent_at)]])
         if len(self.absent_tokens) != len(self.absent_at) or (np.diff(places) < 1).any():
             raise DamagedBatch("absent_at and absent_tokens do not name places among all sequences")
@@ -311,6 +324,10 @@ def build_batch(
     chosen = [entry for entry in order if entry[0].computed]
     absent = [(place, item.tokens) for place, (item, _, _) in enumerate(order) if not item.computed]
     samples = [item.sample for item, _, _ in chosen]
+    named = [source.task_sources.get(item.slot, "") for item, _, (_, source) in chosen]
+    names = sorted({*named, *(name for source in sources for name in source.task_sources.values())})
+    if len(names) < 2:
+        named = names = []
     batch = Batch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         loss_mask=_flat([sample.loss_mask for sample in samples], np.uint8),
@@ -328,6 +345,8 @@ def build_batch(
         token_advantages=_flat(
             [item.of_tokens for item, _, _ in chosen if item.of_tokens is not None], np.float32
         ),
+        sources=np.array([names.index(name) for name in named], np.int32),
+        source_names=names,
         counts=_counts(groups, window),
         pictures=[sample.pictures for sample in samples] if any(s.pictures for s in samples) else (),
         manifest_sha256=manifest_sha256,

@@ -32,7 +32,7 @@ from trainer.model.parallel import LayoutError
 from trainer.model.pictures import Pictures
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
-from trainer.update.step import StepStats, summary, train
+from trainer.update.step import StepStats, by_source, summary, train
 
 OF_A_NODE = {
     *("batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"),
@@ -158,6 +158,7 @@ class TrainerRank:
             first_step.give_up(f"iteration {request.iteration} took no step: no group had an advantage")
         lr = learning_rate(learner.optimizer_step, settings, request.span()[0])
         metrics = summary(stats, len(batch), lr, time.perf_counter() - started) | batch.age()
+        metrics |= by_source(stats, batch, settings)
         metrics["packed"] = float(learner.arrangement.packing.several)
         written_s = time.perf_counter()
 

@@ -43,8 +43,8 @@ def policy_loss(
     settings: TrainerSettings,
     entropies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one microbatch, a scalar to minimise, and its statistics, one for each of
-    trainer.statistics.STATS, detached.
+    """Return the loss of one microbatch, a scalar to minimise, and (1 + len(STATS), N), detached: each
+    token's term of it, without divisor and entropy bonus, and what trainer.statistics.STATS are means of.
 
     All tensors are (N,) over the microbatch's trained tokens, N = 0 included (the loss is then 0, and its
     gradient empty): `logprobs` of the policy being trained, `old_logprobs` of the same policy before the
@@ -55,8 +55,8 @@ def policy_loss(
     numbers the microbatch's sequences from 0, all trained tokens of each being in it. `entropies`, of the
     policy being trained at each token, with their gradient: an entropy bonus needs them.
 
-    Both results are sums divided by the normaliser of the whole optimizer step: added up over microbatches
-    and ranks they are the step's. Raises ValueError if `settings.kl` needs a reference that is not given, or
+    The loss is a sum divided by the normaliser of the whole optimizer step: added up over microbatches and
+    ranks it is the step's. Raises ValueError if `settings.kl` needs a reference that is not given, or
     the entropies are missing.
     """
     old_logprobs = old_logprobs.detach()
@@ -84,7 +84,7 @@ def policy_loss(
         stats.append((weight != (torch.exp(log_mismatch) if is_corrected else 1)).to(terms.dtype))
         uncut = torch.exp(log_mismatch.clamp(max=_STATISTIC_MAX))
         stats += [uncut, uncut.square()]
-        return loss, torch.stack([stat.sum() for stat in stats]) / totals.tokens
+        return loss, torch.stack([terms.detach(), *stats])
 
 
 def adapted_bonus(bonus: float, entropy: float, target: float, by: float) -> float:

@@ -20,7 +20,7 @@ from trainer.model.model import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
-from trainer.statistics import STATS, WEIGHTS
+from trainer.statistics import BY_SOURCE, STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, adapted_bonus, kl_estimate, policy_loss
 from trainer.update.pairs import mismatched, with_label_weights, with_pair_weights
@@ -32,7 +32,7 @@ class TrainingDiverged(RuntimeError):
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, the same on every rank but for `padding`."""
+    """One optimizer step, the same on every rank but for `padding` and `by_source`."""
 
     loss: float
     kl_engine: float
@@ -55,6 +55,8 @@ class StepStats:
     seconds: float
     entropy_bonus: float | None = None
     """The weight that the step had; None: it is fixed."""
+    by_source: Tensor | None = None
+    """(1 + len(BY_SOURCE), sources) of this rank: tokens of each source, sums over them; None: it is one."""
     margin: float | None = None
     """See pairs.Preferences; None without pairs."""
     preferred: float | None = None
@@ -125,7 +127,7 @@ def train(
             if settings.weighs_samples:
                 done = _weighed_step(learner, batch, plan, other, before, step, settings, progress, over)
             else:
-                done = _optimizer_step(learner, plan, before, step, settings, progress, over)
+                done = _optimizer_step(learner, batch, plan, before, step, settings, progress, over)
         stats.append(done)
         report(_step_line(k + 1, len(every), done, batch.counts.reward))
     return stats
@@ -218,12 +220,13 @@ def _weighed_step(
         plan, figures = with_label_weights(
             batch, plan, ratios, others, log_ratios(others), here, settings, layout
         )
-    done = _optimizer_step(learner, plan, befores, step, settings, progress, over)
+    done = _optimizer_step(learner, batch, plan, befores, step, settings, progress, over)
     return replace(done, **figures._asdict())
 
 
 def _optimizer_step(
     learner: Learner,
+    batch: Batch,
     plan: Sequence[Microbatch],
     befores: Sequence[_Before],
     step: _Step,
@@ -243,9 +246,15 @@ def _optimizer_step(
         settings = settings.model_copy(update={"entropy_bonus": applied})
     learner.zero_sums()
     largest = torch.zeros((), device=learner.device)
+    by_source = None
+    if batch.source_names:
+        by_source = torch.zeros(1 + len(BY_SOURCE), len(batch.source_names), device=learner.device)
     for microbatch, before in zip(plan, befores, strict=True):
-        mismatch = _accumulate(learner, microbatch, before, step.totals, settings)
+        mismatch, measured = _accumulate(learner, microbatch, before, step.totals, settings)
         largest = torch.maximum(largest, mismatch)
+        if by_source is not None:
+            sources = torch.from_numpy(batch.sources[microbatch.members][microbatch.sequences])
+            by_source.index_add_(1, sources.to(learner.device), measured)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
     if learner.layout.world_size > 1:
@@ -273,6 +282,7 @@ def _optimizer_step(
         padding=_padding(plan),
         seconds=time.perf_counter() - started,
         entropy_bonus=applied,
+        by_source=by_source,
     )
 
 
@@ -287,17 +297,20 @@ def _accumulate(
     before: _Before,
     totals: Totals,
     settings: TrainerSettings,
-) -> Tensor:
-    """Add a microbatch's gradients and statistics to its step's; the largest mismatch with the engine, ()."""
+) -> tuple[Tensor, Tensor]:
+    """Add a microbatch's gradients and statistics to its step's. Return the largest mismatch with the engine,
+    (), and (1 + len(BY_SOURCE), N) what each token adds to StepStats.by_source.
+    """
+    nothing = torch.zeros((), device=learner.device)
     if not len(microbatch.targets) and not learner.layout.sharded:
-        return torch.zeros((), device=learner.device)
+        return nothing, torch.zeros(1 + len(BY_SOURCE), 0, device=learner.device)
     reference = before.reference
     if settings.kl != "off" and reference is None:
         reference = _reference(learner, microbatch, settings.kl_to)
     logprobs, entropies = learner.logprobs(microbatch, settings.entropy_bonus > 0)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
-    loss, loss_stats = policy_loss(
+    loss, of_tokens = policy_loss(
         logprobs,
         old_logprobs,
         engine_logprobs,
@@ -309,10 +322,32 @@ def _accumulate(
         entropies,
     )
     loss.backward()
-    entropy = entropies.detach().sum()[None] / totals.tokens
-    learner.sums.add_(torch.cat([loss.detach()[None], loss_stats, entropy]))
+    entropies = entropies.detach()
+    statistics = torch.cat([of_tokens[1:], entropies[None]]).sum(1) / totals.tokens
+    learner.sums.add_(torch.cat([loss.detach()[None], statistics]))
     mismatch = (old_logprobs - engine_logprobs).abs()[~engine_logprobs.isnan()]
-    return mismatch.max() if len(mismatch) else torch.zeros((), device=learner.device)
+    named = dict(zip(("loss", *STATS), of_tokens, strict=True)) | {"entropy": entropies}
+    measured = torch.stack([torch.ones_like(entropies), *(named[name] for name in BY_SOURCE)])
+    return mismatch.max() if len(mismatch) else nothing, measured
+
+
+def by_source(stats: Sequence[StepStats], batch: Batch, settings: TrainerSettings) -> dict[str, float]:
+    """Return the metrics of each source of tasks, e.g. `loss_by_source.math`: means over its trained tokens
+    of all steps. All ranks call this together.
+    """
+    if not batch.source_names or not stats:
+        return {}
+    sums = torch.stack([step.by_source for step in stats if step.by_source is not None]).sum(0).cpu()
+    if dist.is_initialized():  # a tensor group counts its tokens as often as it has ranks, which cancels out
+        with waiting_for_peers("adding up what sources show"):
+            dist.all_reduce(sums)
+    tokens, *totals = sums.tolist()
+    metrics: dict[str, float] = {}
+    for name, of_sources in zip(BY_SOURCE, totals, strict=True):
+        for source, total, count in zip(batch.source_names, of_sources, tokens, strict=True):
+            if count and not (name == "loss" and settings.weighs_samples):  # there it is no mean over tokens
+                metrics[f"{name}_by_source.{source}"] = total / count
+    return metrics
 
 
 def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: float) -> dict[str, float]:

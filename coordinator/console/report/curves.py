@@ -46,7 +46,13 @@ CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 """Title, note, unit, (field of a metrics line, label)."""
 
 SOURCES = 4
-"""How many curves of rewards by source one chart has."""
+"""How many curves of sources one chart has."""
+BY_SOURCE = (
+    ("Loss by source", "mean over their tokens", "loss_by_source"),
+    ("KL by source", "of the trainer to the engine, a token", "kl_engine_by_source"),
+    ("Entropy by source", "nats a token", "entropy_by_source"),
+)
+"""Title, note, field of a metrics line that holds a number for each source."""
 SETS = 4
 """How many named sets of evaluations one chart has."""
 METRICS = 24
@@ -109,6 +115,9 @@ def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[
     if sources := _curves(measuring, "reward_by_source"):
         drawn = list(sources.items())[:SOURCES]
         drawn_charts.append(chart("Reward by source", "mean of the groups", "", drawn, axis))
+    for title, note, field in BY_SOURCE:
+        if sources := _curves(lines, field):
+            drawn_charts.append(chart(title, note, "", list(sources.items())[:SOURCES], "iteration"))
     drawn_charts += _of_the_users(measuring, axis)
     return drawn_charts if fork is None else [drawn.forked_at(fork) for drawn in drawn_charts]
 

@@ -258,6 +258,9 @@ def test_batch_of_sources_depends_on_them_and_others_do_not(run_dir: RunDir) -> 
     batch = Batch.decode((run_dir.batch(3) / "batch.safetensors").read_bytes())
     for slot, weight in enumerate([1, 4, 4, 4, 4, 1]):
         assert sorted(batch.advantages[batch.slots == slot]) == [-0.5 * weight, 0.5 * weight]
+        assert {batch.source_names[k] for k in batch.sources[batch.slots == slot]} == {
+            tasks.tasks[weight > 1]["source"]
+        }
     made_by = json.loads((run_dir.batch(3) / "batch.json").read_text())["made_by"]
     assert made_by["trainer.sources"]["math"]["weight"] == 4 and made_by["rollout.ratio_field"] == "source"
     _, about = make(run_dir, 3)

@@ -77,6 +77,19 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     assert "length 5 |" in uncut
 
 
+def test_training_is_told_by_source_whatever_the_source_is_called() -> None:
+    trained = {
+        "loss": 0.5,
+        "loss_by_source.a.b": 0.25,
+        "loss_by_source.math": 1.0,
+        "entropy_by_source.a.b": 2.0,
+    }
+    assert metrics._trained_by_source(trained) == {
+        "loss_by_source": {"a.b": 0.25, "math": 1.0},
+        "entropy_by_source": {"a.b": 2.0},
+    }
+
+
 def test_worker_says_what_it_has_made_and_how_busy_it_was(caplog: pytest.LogCaptureFixture) -> None:
     label, opened = Phase.TRAIN_ROLLOUT.label, {"opened": {"sampling": {"n": 8}}}
     iteration = Iteration(3, phase_s={label: 3.0, "training": 1.1}, work_s={label: 2.4, "training": 1.0})

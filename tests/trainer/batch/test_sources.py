@@ -1,6 +1,7 @@
 """Sources of tasks with an advantage and a weight of their own: in one batch, each as if it were alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, Older, build_batch
+from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
 from trainer.settings import TrainerSettings
 from trainer.update.loss import Totals, policy_loss
 
@@ -115,3 +116,16 @@ def test_weight_of_an_advantage_is_that_of_the_loss(clip: str) -> None:
 def test_source_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         TrainerSettings(**{"sources": {"a": {"advantage": "success"}}, **given})
+
+
+def test_batch_tells_sources_apart_if_there_are_several(groups: list[Group]) -> None:
+    batch = build_batch(groups, task_sources=SOURCES, **ABOUT)
+    assert batch.source_names == ["code", "math", "other"]
+    named = [batch.source_names[source] for source in batch.sources]
+    assert named == [SOURCES[slot] for slot in batch.slots.tolist()]
+    again = Batch.decode(batch.encode())
+    assert again.source_names == batch.source_names and again.sources.tolist() == batch.sources.tolist()
+    alone = build_batch(groups, task_sources=dict.fromkeys(SOURCES, "math"), **ABOUT)
+    assert alone.encode() == build_batch(groups, **ABOUT).encode()
+    with pytest.raises(DamagedBatch, match="do not name the source of each sequence"):
+        Batch.decode(replace(batch, source_names=["code", "math"]).encode())

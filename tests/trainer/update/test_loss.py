@@ -37,7 +37,7 @@ def compute(
     lists = {"new": NEW, "old": OLD, "engine": ENGINE, "reference": REFERENCE, "advantages": ADVANTAGES}
     tensors: dict[str, Tensor] = {k: torch.tensor(changed.get(k, v), dtype=dtype) for k, v in lists.items()}
     logprobs = tensors["new"].requires_grad_()
-    loss, stats = policy_loss(
+    loss, of_tokens = policy_loss(
         logprobs,
         tensors["old"],
         tensors["engine"],
@@ -47,7 +47,10 @@ def compute(
         TOTALS,
         settings,
     )
-    assert not stats.requires_grad and stats.shape == (len(STATS),)
+    assert not of_tokens.requires_grad and of_tokens.shape == (1 + len(STATS), len(logprobs))
+    if settings.aggregation == "token":
+        assert of_tokens[0].sum().item() / TOTALS.tokens == pytest.approx(loss.item(), rel=1e-6)
+    stats = of_tokens[1:].sum(1) / TOTALS.tokens
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.tolist(), dict(zip(STATS, stats.tolist(), strict=True))
@@ -109,13 +112,13 @@ def test_first_update_is_the_policy_gradient_though_old_is_the_policy_itself() -
     mismatch = torch.tensor([0.1, 3.0], dtype=torch.float64)
     engine = logprobs.detach() - mismatch
     sequences = torch.tensor([0, 1])
-    loss, stats = policy_loss(
+    loss, of_tokens = policy_loss(
         logprobs, logprobs, engine, None, advantages, sequences, Totals(2, 2, 9), SETTINGS
     )
     loss.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -mismatch.exp().clamp(max=2) * advantages / 2)
-    assert stats[STATS.index("clip_fraction")] == 0
+    assert not of_tokens[1 + STATS.index("clip_fraction")].any()
 
 
 @pytest.mark.parametrize("algorithm", ["sapo", "gmpo"])

@@ -16,7 +16,8 @@ from trainer.documents import TrainRequest
 from trainer.model.model import Learner, build_learner, learning_rate
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
-from trainer.update.step import StepStats, TrainingDiverged, _padding, summary, train
+from trainer.statistics import BY_SOURCE
+from trainer.update.step import StepStats, TrainingDiverged, _padding, by_source, summary, train
 
 CPU = torch.device("cpu")
 SETTINGS = TrainerSettings()
@@ -54,6 +55,30 @@ def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
     run(learner, batch, settings)
     gain = learner.logprobs(microbatch)[0].detach() - before
     assert gain[better].mean() > 0 > gain[~better].mean()
+
+
+@pytest.mark.parametrize("max_tokens", [16, 8192])
+def test_what_is_measured_of_a_source_is_as_if_it_were_alone(
+    learner: Learner, group: Callable[..., Group], settings: TrainerSettings, max_tokens: int
+) -> None:
+    rng = np.random.default_rng(0)
+    sources = {0: "math", 1: "code", 2: "math"}
+    groups = [group(slot, [1.0, 0.0, 0.5, float(slot)], rng) for slot in sources]
+    about = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 0}
+    chosen = settings.model_copy(
+        update={"global_batch_size": 512, "max_tokens_per_microbatch": max_tokens, "learning_rate": 1e-12}
+    )
+    batch = build_batch(groups, task_sources=sources, **about)
+    found = by_source(stats := run(learner, batch, chosen), batch, chosen)
+    for source in ("code", "math"):
+        alone = build_batch([group for group in groups if sources[group.slot] == source], **about)
+        (step,) = run(learner, alone, chosen)
+        for name in BY_SOURCE:
+            assert found[f"{name}_by_source.{source}"] == pytest.approx(getattr(step, name), abs=1e-5)
+        assert by_source([step], alone, chosen) == {}
+    assert found["loss_by_source.code"] != pytest.approx(found["loss_by_source.math"], rel=0.01)
+    weighed = chosen.model_copy(update={"algorithm": "dpo", "advantage": "pair"})
+    assert not any(name.startswith("loss") for name in by_source(stats, batch, weighed))
 
 
 def test_update_does_not_depend_on_the_microbatches(

@@ -301,6 +301,11 @@ def test_source_of_tasks_may_have_any_name() -> None:
     assert [curve.marks[0][2] for curve in drawn.curves] == ["iteration 1: {a} 0.5", "iteration 1: b 0.25"]
 
 
+def test_training_has_charts_by_source_where_there_are_several() -> None:
+    lines = [{"iteration": 1, "loss_by_source": {"a": 0.5, "b": 2.5}, "entropy_by_source": {"a": 0.5}}]
+    assert [drawn.title for drawn in curves.charts(lines)] == ["Loss by source", "Entropy by source"]
+
+
 def test_long_text_keeps_its_beginning_and_its_end() -> None:
     text = shortened("a" * 4000 + "the answer", 300)
     assert text.startswith("aaa") and text.endswith("the answer") and len(text) < 360

@@ -1,5 +1,6 @@
 """Real nodes for tests: processes of `run`, ended by pid, and a check that none of theirs is left."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import psutil
 
 from coordinator.directory.layout import RunDir
 from coordinator.machine.children import PROGRAMS
+from coordinator.settings.tree import SettingsError
+from coordinator.start.functions import load_functions
 from rollout.part_file import decode_part
+from rollout.settings import RolloutSettings
 from rollout.trajectory import Group
 from tests.commands import run_forked, start_forked
 from tests.imports import shared_imports
 
 REPOSITORY = Path(__file__).parents[2]
+DEFAULTS = RolloutSettings()
 TOKEN = "FLAGPOST_TEST"
 """Environment variable that marks a cluster's processes, their children included."""
 
@@ -65,15 +70,17 @@ class Cluster:
         rank: int,
         *arguments: str,
         prefix: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
         role: Sequence[str] = (),
         program: Sequence[str] = ("coordinator.cli",),
         root: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a node: the master for rank 0. Its output is appended to what `output` returns.
 
-        `program`: a module that runs nodes, and the arguments of its own; `root`: where this node sees the
-        run directory, if it has a mount of its own.
+        `variables`: of its environment, beside those of all; `program`: a module that runs nodes, and the
+        arguments of its own; `root`: where this node sees the run directory, if it has a mount of its own.
         """
+        environment = {**self.environment, **(variables or {})}
         role = role or (["--worker", str(rank)] if rank else ["--master"])
         words = [*program, *role, "--log-path", str(root or self.root), *arguments]
         with open(self._log(rank), "ab") as log:
@@ -81,13 +88,14 @@ class Cluster:
                 self.nodes[rank] = subprocess.Popen(
                     [*prefix, sys.executable, "-m", *words],
                     cwd=REPOSITORY,
-                    env=self.environment,
+                    env=environment,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
             else:
-                self.nodes[rank] = start_forked(words, REPOSITORY, self.environment, stdout=log, stderr=log)
+                _load_plugins(words)
+                self.nodes[rank] = start_forked(words, REPOSITORY, environment, stdout=log, stderr=log)
         return self.nodes[rank]
 
     def run(self, nodes: int, *arguments: str, timeout_s: float = 240.0) -> list[int]:
@@ -196,6 +204,18 @@ class Cluster:
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"node_{rank}.log"
+
+
+def _load_plugins(words: Sequence[str]) -> None:
+    """Load the reward and the environment of plugins.py that a node is told to use: for what the test process
+    has loaded, its forks start no process.
+    """
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    reward = given.get("rollout.reward", DEFAULTS.reward)
+    environment = given.get("rollout.environment", DEFAULTS.environment)
+    if "tests.cluster.plugins:" in reward + environment:
+        with contextlib.suppress(SettingsError):  # which the node is to say
+            load_functions(reward, environment)
 
 
 def token_ids(groups: dict[int, Group]) -> dict[int, list[list[int]]]:

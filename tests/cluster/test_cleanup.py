@@ -51,10 +51,10 @@ def clean(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
 
 def start(cluster: Cluster, arguments: tuple[str, ...], slow_s: float = 0.0) -> None:
     """A master and one worker; `slow_s`: of each group."""
-    prefix = ("env", f"SLOW_S={slow_s}")
+    slow = {"SLOW_S": str(slow_s)}
     # A node that is slow to start would claim nothing.
-    cluster.start(0, "--num-nodes", "2", "--rank-weights", "1,1", *arguments, prefix=prefix)
-    cluster.start(1, prefix=prefix)
+    cluster.start(0, "--num-nodes", "2", "--rank-weights", "1,1", *arguments, variables=slow)
+    cluster.start(1, variables=slow)
 
 
 def parts(run_dir: RunDir) -> list[Path]:

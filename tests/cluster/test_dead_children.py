@@ -35,9 +35,9 @@ def test_engine_killed_in_mid_rollout_is_restarted_and_no_finished_group_is_made
     slow = ["rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=4"]
     settings = ["--num-nodes", "2", "--rank-weights", "1,1", "--iterations", str(ITERATIONS)]
     settings += [*SETTINGS, *slow]
-    one_by_one = ["env", "SLOW_S=1.5"]
-    cluster.start(0, *settings, prefix=one_by_one)
-    cluster.start(1, prefix=one_by_one)
+    one_by_one = {"SLOW_S": "1.5"}
+    cluster.start(0, *settings, variables=one_by_one)
+    cluster.start(1, variables=one_by_one)
     directory = cluster.run_dir.trajectories("train", 1)
     part = f"r{victim:04d}.*.safetensors"
     cluster.until(lambda: list(directory.glob(part)), "the victim's first part", 120)

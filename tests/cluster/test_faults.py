@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,16 @@ def parts(cluster: Cluster, rank: int) -> list[Path]:
 
 
 def start_rollout(
-    cluster: Cluster, engine_url: str, nodes: int, policy: str = "abort", prefix: Sequence[str] = ()
+    cluster: Cluster, engine_url: str, nodes: int, policy: str = "abort", **variables: str
 ) -> tuple[str, ...]:
     """Start a rollout that can be hit, and wait until its last rank has published a part."""
     arguments = (*FAST, *QUICK, "--rl-phase", "rollout", "--engine-url", engine_url, "--iterations", "1")
     arguments = ("--num-nodes", str(nodes), *arguments, "--on-node-failure", policy)
     # A node that is slow to start would claim nothing.
     arguments += ("rollout.tasks_per_iteration=24", "--rank-weights", ",".join("1" * nodes))
-    cluster.start(0, *arguments, prefix=prefix)
+    cluster.start(0, *arguments, variables=variables)
     for rank in range(1, nodes):
-        cluster.start(rank, prefix=prefix)
+        cluster.start(rank, variables=variables)
     cluster.until(lambda: parts(cluster, nodes - 1), "the first part")
     return arguments
 
@@ -163,7 +162,7 @@ def test_hold_ends_after_rejoin_timeout(cluster: Cluster, engine_url: str) -> No
 
 def test_newest_process_of_a_rank_wins(cluster: Cluster, engine_url: str) -> None:
     # Each group takes the old processes so long that none has done its share when a newer one has started.
-    arguments = start_rollout(cluster, engine_url, 2, prefix=("env", "SLOW_S=3"))
+    arguments = start_rollout(cluster, engine_url, 2, SLOW_S="3")
     old = dict(cluster.nodes)
     cluster.start(1)
     assert old[1].wait(120) == 4
@@ -228,7 +227,7 @@ def test_training_that_would_fail_in_the_same_way_is_not_tried_again(
 
 def test_second_signal_ends_a_node_whose_user_code_hangs(cluster: Cluster, engine_url: str) -> None:
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url)
-    cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", prefix=("env", "BLOCKS=1"))
+    cluster.start(0, *arguments, "rollout.reward=tests.cluster.plugins:blocking", variables={"BLOCKS": "1"})
     cluster.until(lambda: "blocking now" in cluster.output(0), "the reward is called")
     # Again and again: two at once may be one to a process that does not run just then.
     cluster.until(lambda: cluster.kill(0, signal.SIGINT) or cluster.nodes[0].poll() is not None, "its end")
@@ -241,8 +240,8 @@ def test_interrupt_of_the_master_ends_all_although_user_code_blocks_a_collector(
     arguments = (*FAST, "--rl-phase", "rollout", "--engine-url", engine_url, "--num-nodes", "2")
     arguments += ("rollout.reward=tests.cluster.plugins:blocking", "--iterations", "1")
     for rank in (0, 1):
-        prefix = () if rank else ("env", "BLOCKS=all")
-        cluster.start(rank, *arguments if rank == 0 else (), prefix=prefix)
+        variables = {} if rank else {"BLOCKS": "all"}
+        cluster.start(rank, *arguments if rank == 0 else (), variables=variables)
     cluster.until(lambda: "blocking now" in cluster.output(0), "the reward is called")
     cluster.kill(0, signal.SIGINT)
     assert cluster.wait(120) == [130, 130], cluster.everything_said()
@@ -310,7 +309,7 @@ def test_worker_that_beats_but_makes_no_progress_is_lost_and_replaced(
     arguments += ("rollout.reward=tests.cluster.plugins:blocking", "rollout.stall_timeout_s=3")
     arguments += ("engine.start_timeout_s=5",)  # which is added to the limit
     cluster.start(0, *arguments, "--num-nodes", "2", "cluster.node_timeout_s=4")
-    stuck = cluster.start(1, prefix=("env", "BLOCKS=1"))
+    stuck = cluster.start(1, variables={"BLOCKS": "1"})
     cluster.until(lambda: "has made no progress for" in cluster.output(0), "the master finds it stuck", 60)
     assert "run --worker 1 --log-path" in cluster.output(0)
     cluster.start(1)

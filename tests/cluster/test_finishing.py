@@ -59,8 +59,8 @@ def test_node_none_of_whose_groups_ends_gives_them_up_when_the_others_have_made_
     finishing = ("rollout.completion_threshold=0.25", "rollout.grace_period_s=0.2")
     arguments = (*FAST, *phase, *finishing, "--engine-url", engine_url)
     stuck = ("--environment", "tests.cluster.plugins:stuck_here")
-    cluster.start(0, *arguments, *stuck, prefix=("env", "STUCK=1") if rank == 0 else ())
-    cluster.start(1, prefix=("env", "STUCK=1") if rank == 1 else ())
+    cluster.start(0, *arguments, *stuck, variables={"STUCK": "1"} if rank == 0 else {})
+    cluster.start(1, variables={"STUCK": "1"} if rank == 1 else {})
     assert cluster.wait() == [0, 0], cluster.everything_said()
     given_up = cluster.manifest(1)["given_up"]
     assert given_up and all("of 8 groups were" in entry["reason"] for entry in given_up)

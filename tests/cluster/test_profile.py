@@ -32,7 +32,7 @@ def test_nodes_are_profiled_and_the_weights_are_those_of_a_run_that_is_not(
     cluster: Cluster, engine_urls: list[str], undisturbed: list[dict[str, object]]
 ) -> None:
     for rank in (0, 1):
-        cluster.start(rank, *small_run.arguments(rank, engine_urls, *SLOW), prefix=("env", "SLOW_S=3"))
+        cluster.start(rank, *small_run.arguments(rank, engine_urls, *SLOW), variables={"SLOW_S": "3"})
     begun = cluster.run_dir.trajectories("train", 1)
     cluster.until(begun.is_dir, "the first iteration")
     with ThreadPoolExecutor() as pool:

@@ -42,7 +42,7 @@ def two_nodes(cluster: Cluster, engine_urls: list[str], *more: str, slow_s: floa
     settings = (*nodes, *SETTINGS, "eval.interval=0", SLOW, SCHEDULE)
     for rank, url in enumerate(engine_urls):
         arguments = () if rank else (*settings, *more)
-        cluster.start(rank, *arguments, "--engine-url", url, prefix=["env", f"SLOW_S={slow_s}"])
+        cluster.start(rank, *arguments, "--engine-url", url, variables={"SLOW_S": str(slow_s)})
 
 
 def result(cluster: Cluster, iteration: int) -> dict[str, Any]:

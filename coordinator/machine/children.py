@@ -62,7 +62,8 @@ FORKS, COLLECTORS = "FLAGPOST_FORKS", "FLAGPOST_COLLECTORS"
 PROGRAMS = {
     FORKS: (
         *("rollout.engines.embedded.server", "trainer.job.agent", "trainer.model.check"),
-        *("trainer.job.rank", "transformers.models.qwen3.modeling_qwen3"),  # what an agent forks
+        *("trainer.model.tiny", "trainer.job.rank"),
+        "transformers.models.qwen3.modeling_qwen3",  # of the ranks that an agent forks
     ),
     COLLECTORS: ("coordinator.collector.process",),
 }

@@ -58,17 +58,8 @@ def random_model(cache: Path) -> Path:
     made = cache / "random"
     with FileLock(cache / "random.lock"):
         if not made.is_dir():
-            command = [
-                sys.executable,
-                "-m",
-                "trainer.model.tiny",
-                "--seed",
-                "0",
-                "--steps",
-                "0",
-                "--out",
-                str(made),
-            ]
+            program = [sys.executable, "-P", "-m", "trainer.model.tiny"]
+            command = forked([*program, "--seed", "0", "--steps", "0", "--out", str(made)])
             subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
     return made
 

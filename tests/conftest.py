@@ -1,5 +1,6 @@
 """For all tests."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -32,3 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal the tests out to the processes of pytest-xdist; see order.py."""
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         items[:] = longest_first(items, lambda item: item.nodeid.partition("::")[0], processes)
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector pass over what lasts as long as the tests: they and all that is imported."""
+    gc.collect()
+    gc.freeze()

@@ -36,6 +36,7 @@ from coordinator.start.inputs import Inputs, load_inputs
 from rollout.engines.kinds import kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import Server
+from rollout.environment_variables import cores
 from rollout.storage import files, lines
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
@@ -79,7 +80,7 @@ def _patch_machine(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     )  # fmt: skip
     of_all = [
         (time, clock), (threading, threads), (random, scheduler.random), (asyncio, Asyncio(scheduler)),
-        (Observer, _NoEvents), (ThreadPoolExecutor, _OneByOne),
+        (Observer, _NoEvents), (ThreadPoolExecutor, _OneByOne), (cores, lambda: 2),
     ]  # fmt: skip
     of_files = [(os, disk), (shutil, disk)]
     for name in [name for name in sys.modules if name.partition(".")[0] in {"coordinator", "rollout"}]:

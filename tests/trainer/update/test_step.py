@@ -108,6 +108,7 @@ def test_compiled_layers_train_as_others(
     for compiled in (False, True):
         counters.clear()
         more = {"compile": compiled, "save_dtype": "bfloat16", "warmup_steps": 0}
+        more["max_tokens_per_microbatch"] = 256  # of few shapes: it takes seconds to compile for another one
         chosen = settings.model_copy(update=more)
         learner = build_learner(base_dir, CPU, chosen)
         stats = run(learner, batch, chosen)

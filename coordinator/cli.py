@@ -29,7 +29,11 @@ Reset = Annotated[
         help="Go back to the default of a setting or section; without KEY: of all of them.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the settings and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the settings, look at what they name, and stop.")
+]
+SettingsOnly = Annotated[bool, typer.Option("--settings-only", hidden=True)]
+"""Print the settings, and look at nothing that they name: it is elsewhere, or nobody trusts it yet."""
 DebugMode = Annotated[bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")]
 AcceptCodeChange = Annotated[
     bool,
@@ -52,6 +56,7 @@ def node(
     config: Config = None,
     reset_settings: Reset = None,
     dry_run: DryRun = False,
+    settings_only: SettingsOnly = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
     debug_mode: DebugMode = False,
     accept_code_change: AcceptCodeChange = False,
@@ -82,8 +87,8 @@ def node(
         raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
     request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
     request = _with_rank(request, master, worker)
-    if dry_run:
-        return _show(request)
+    if dry_run or settings_only:
+        return _show(request, looks=not settings_only)
     hold_up_nobody()
     from rollout.processes.imports import importing
 
@@ -112,6 +117,7 @@ def local(
     config: Config = None,
     reset_settings: Reset = None,
     dry_run: DryRun = False,
+    settings_only: SettingsOnly = False,
     debug_mode: DebugMode = False,
     accept_code_change: AcceptCodeChange = False,
     allow_shared_dir: AllowSharedDir = False,
@@ -128,8 +134,8 @@ def local(
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
     overrides = _given(words or [], config, debug_mode, typed)
     request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
-    if dry_run:
-        return _show(request)
+    if dry_run or settings_only:
+        return _show(request, looks=not settings_only)
     hold_up_nobody()
     from coordinator.machine.children import Children
     from coordinator.machine.oddities import need_temporary
@@ -227,16 +233,24 @@ def _with_rank(request: "StartRequest", master: bool, worker: str | None) -> "St
     return replace(request, rank=resolve_rank(master, worker, num_nodes, os.environ, own_names()))
 
 
-def _show(request: "StartRequest") -> int:
-    """Print the settings that a start of the master would go by, and on stderr what that changes."""
+def _show(request: "StartRequest", looks: bool) -> int:
+    """Print the settings that a start of the master would go by, and on stderr what that changes. With
+    `looks`, SettingsError for what they name if a start would refuse it.
+    """
     from coordinator.settings.loading import build
     from coordinator.start.last_settings import changes
     from coordinator.start.start import last_start, resume_given
 
-    settings = build(resume_given(request))
-    print(json.dumps(settings.model_dump(mode="json"), indent=2))
+    overrides = resume_given(request)
+    settings = build(overrides)
+    print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
+    if looks and request.rank == 0:  # a worker takes its settings from the master
+        from coordinator.start.named import check_named
+
+        if fetched := check_named(settings, overrides):
+            print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
     return 0
 
 

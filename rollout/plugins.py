@@ -1,5 +1,6 @@
 """Load the user's functions, named as `module:function` or `file.py:function`, and know their source."""
 
+import difflib
 import functools
 import hashlib
 import importlib
@@ -22,6 +23,8 @@ SUFFIX = ".py"
 PACKAGES = ("rollout", "trainer", "coordinator")
 """Ours. The current directory may have files of these names."""
 _IMPORTING = (__file__, importlib.__file__)
+_MOST_NAMED = 8
+"""So many functions of a module are named to somebody who has named none of them."""
 _searched: list[str] = []
 """Where this process searched for modules before it loaded code of the user's."""
 
@@ -70,7 +73,7 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
-        raise PluginError(f"{name!r}: {problem} in {getattr(module, '__file__', module_name)}")
+        raise PluginError(f"{name!r}: {problem} in {imported}{_named_like(function_name, module)}")
     if (
         not make
         or not inspect.isclass(function)
@@ -88,6 +91,17 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         ) from error
 
 
+def _named_like(typed: str, module: Any) -> str:
+    """Say which function of a module is spelled most like what was typed, else which ones it has."""
+    there = [
+        name for name, value in vars(module).items()
+        if inspect.isroutine(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]  # fmt: skip
+    if near := difflib.get_close_matches(typed, there, n=1):
+        return f"; did you mean {near[0]}?"
+    return f"; it has {', '.join(there[:_MOST_NAMED])}" if there else ""
+
+
 def _raised_at(error: Exception) -> str:
     """Return the line of the user's module that has raised; an empty text if none was reached."""
     lines = (frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _IMPORTING)
@@ -99,6 +113,21 @@ def module_of(name: str) -> str:
     """Return the module of `module:function`, or of `file.py:function`."""
     module = name.partition(":")[0]
     return Path(module).stem if module.endswith(SUFFIX) else module
+
+
+def with_whole_path(name: str) -> str:
+    """Return `file.py:function` with the whole path of a file that is here: a node may be started in another
+    directory. Any other name stays as it is.
+    """
+    file, sign, function = name.partition(":")
+    is_here = sign and file.endswith(SUFFIX) and Path(file).is_file()
+    return f"{Path(file).absolute()}:{function}" if is_here else name
+
+
+def title_of(name: str) -> str:
+    """Return what people call `DIR/file.py:function`, file.py:function; any other name stays as it is."""
+    file, sign, function = name.partition(":")
+    return f"{Path(file).name}:{function}" if sign and file.endswith(SUFFIX) else name
 
 
 def search_here() -> None:

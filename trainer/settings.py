@@ -1,5 +1,6 @@
 """Settings of training. Importing this never imports torch."""
 
+import difflib
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -9,6 +10,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from rollout.settings import Settings, nested
 from trainer.algorithms import PRESETS
 
+CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
+"""What to do in place of an algorithm that needs a critic."""
 BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
 """Values of `advantage` that compare rewards of any size, so also those from a turn on."""
 ALONE = ("one", "zero", "label")
@@ -332,7 +335,9 @@ class TrainerSettings(Settings):
             return values
         name = values.get("algorithm", "default")
         if not isinstance(name, str) or name not in PRESETS:
-            meant = str(name).lower()
-            advice = f"; did you mean {meant}?" if meant in PRESETS else ""
+            word = str(name).lower()
+            near = difflib.get_close_matches(word, PRESETS, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            advice = f"; {CRITICS}" if word in ("ppo", "gae", "vapo") else advice
             raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}{advice}")
         return {**PRESETS[name](), **values}

@@ -37,13 +37,15 @@ def ask_run(
     )
 
 
-def settings_of(words: Sequence[str], cwd: Path | None = None) -> str:
-    """Return what `run WORDS --dry-run` prints; SettingsError with the line by which it refuses them."""
+def settings_of(words: Sequence[str], cwd: Path | None = None, option: str = "--settings-only") -> str:
+    """Return the settings that `run WORDS` would go by; SettingsError with the line by which it refuses the
+    words. With the option --dry-run it looks at what they name, too, and loads code that they name.
+    """
     try:
-        ended = ask_run([*words, "--dry-run"], cwd)
+        ended = ask_run([*words, option], cwd)
     except subprocess.TimeoutExpired:
-        raise SettingsError(f"run --dry-run has not answered within {PATIENCE_S:.0f} s; try again") from None
+        raise SettingsError(f"run {option} has not answered within {PATIENCE_S:.0f} s; try again") from None
     if ended.returncode != 0:
-        lines = ended.stderr.strip().splitlines() or ["run --dry-run failed"]
+        lines = ended.stderr.strip().splitlines() or [f"run {option} failed"]
         raise SettingsError(lines[-1].removeprefix("run: "))
     return ended.stdout

@@ -13,7 +13,7 @@ from coordinator.node.node import Node
 from coordinator.phases.collecting import key_of
 from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of, with_guests
 from coordinator.protocol.split_slots import split_slots
-from rollout.collect import ALL_FAILED_MIN, AllGivenUp
+from rollout.collect import AllGivenUp
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once
@@ -172,9 +172,11 @@ def aggregate(
 
 
 def _refuse_tombstones_alone(manifest: Mapping[str, Any]) -> None:
-    """Raise AllGivenUp as one node does: its share alone may have been too small to tell."""
+    """Raise AllGivenUp as one node does, however few they are: nothing can be learnt from such an iteration,
+    and the next start makes them again.
+    """
     given_up = manifest["given_up"]
-    if len(given_up) >= ALL_FAILED_MIN and not manifest["groups"] and not manifest["unfinished"]:
+    if given_up and not manifest["groups"] and not manifest["unfinished"]:
         first = given_up[0]
         raise AllGivenUp(
             f"all {len(given_up)} groups were given up, e.g. slot {first['slot']}: {first['reason']}"

@@ -244,8 +244,12 @@ def _one_line(error: ValidationError, key: str = "") -> str:
             missing_key = key if first["type"] == "missing" else f"{key}.{table[2]}"
             return f"{missing_key} is missing; give {table[3].format(missing_key)}"
         key = key if key in known_keys() or table else key.rpartition(".")[0] or key
-    if first["type"] == "tuple_type":
-        example = f"{key}={json.dumps([first['input']])}"
+    usual: Any = next((field.default for name, field in _fields(RunSettings) if name == key), None)
+    is_pair = (
+        isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")
+    )
+    if is_pair or first["type"] == "tuple_type":
+        example = f"{key}={json.dumps(usual if is_pair else [first['input']], separators=(',', ':'))}"
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
     if first["input"] == []:  # KEY=
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"

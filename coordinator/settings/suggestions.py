@@ -132,7 +132,10 @@ _EPOCHS = "give --iterations: all tasks once are their number / rollout.tasks_pe
 _HUB = "run export writes a directory for the Hub"
 _PLACE = "a run is known by its directory: --log-path DIR"
 _RESUME = "the same command again resumes a run"
+_RAY = "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N"
 ANSWERS = {
+    "ray_init": _RAY,
+    "ray_kwargs": _RAY,
     "beta": _KL,
     "use_kl_loss": _KL,
     "kl_coef": _KL,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
@@ -44,6 +44,15 @@ TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
 """Of builtin:tiny, which is not made yet when a run starts."""
 STATE_BYTES = 12
 """Of each trained parameter: its weight in float32, and two moments."""
+
+
+class Named(NamedTuple):
+    """The functions and tasks that the settings name, loaded."""
+
+    functions: Functions
+    tasks: TaskSet
+    eval_tasks: TaskSet | None
+    eval_sets: EvalSets
 
 
 @dataclass(frozen=True)
@@ -151,33 +160,12 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
             "node; choose a divisor, or trainer.processes_per_node"
         )
-    functions = load_functions(settings.rollout.reward, settings.rollout.environment)
     refusals_of_models.refuse_wrong_teacher(settings)
-    seed = settings.rollout.seed
     try:
         if settings.rl_phase != "update":
             engine.check()
-        tasks = load_tasks(
-            find_data(settings.tasks, settings),
-            seed=seed,
-            split="train",
-            columns=settings.columns,
-            directory=local_dir,
-            system_prompt=settings.rollout.system_prompt,
-        )
-        check_sampling(tasks, settings.rollout)
-        if settings.rollout.environment == "demonstration":
-            check_demonstrations(tasks)
-        if settings.rollout.environment == "preference":
-            check_preferences(tasks)
-        if settings.rollout.environment == "labelled":
-            check_labels(tasks)
-        eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
-        refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
-        refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
-        refusals_of_tasks.refuse_unhinted(settings, tasks)
-        refusals_of_tasks.refuse_unknown_sources(settings, tasks)
-        refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
+        named = load_named(settings, overrides)
+        tasks, eval_tasks, eval_sets = named.tasks, named.eval_tasks, named.eval_sets
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
         refusals_of_tasks.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
         base_files: dict[str, FileFacts] = {}
@@ -204,7 +192,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             tasks=tasks,
             eval_tasks=eval_tasks,
             eval_sets=eval_sets,
-            functions=functions,
+            functions=named.functions,
             model_digest=model_digest,
             model_files=base_files,
             loaded_for=settings,
@@ -216,6 +204,35 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         raise SettingsError(str(error)) from None
     except WeightsError as error:
         raise SettingsError(f"--model {settings.model}: {error}") from None
+
+
+def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> Named:
+    """Load what the settings name of functions and tasks. Raises SettingsError or TaskError for what is not
+    there, and for tasks that cannot work with the others.
+    """
+    functions = load_functions(settings.rollout.reward, settings.rollout.environment)
+    tasks = load_tasks(
+        find_data(settings.tasks, settings),
+        seed=settings.rollout.seed,
+        split="train",
+        columns=settings.columns,
+        directory=settings.cluster.local_dir,
+        system_prompt=settings.rollout.system_prompt,
+    )
+    check_sampling(tasks, settings.rollout)
+    if settings.rollout.environment == "demonstration":
+        check_demonstrations(tasks)
+    if settings.rollout.environment == "preference":
+        check_preferences(tasks)
+    if settings.rollout.environment == "labelled":
+        check_labels(tasks)
+    eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
+    refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
+    refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
+    refusals_of_tasks.refuse_unhinted(settings, tasks)
+    refusals_of_tasks.refuse_unknown_sources(settings, tasks)
+    refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
+    return Named(functions, tasks, eval_tasks, eval_sets)
 
 
 def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:

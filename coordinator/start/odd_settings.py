@@ -30,7 +30,8 @@ WORKS_WITH = {
 }
 """Settings that are read only with certain values of another; the first of them is advised."""
 
-
+RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
+"""Who gives one of these means a certain learning rate."""
 GREEDY_BELOW = 1e-5
 """Engines take a temperature below this for 0."""
 NARROWS = ("top_p", "top_k", "min_p")
@@ -46,7 +47,7 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: In
             first = f"{other}={str(values[0]).lower()}"
             typed, actual = overrides[key], str(value).lower()
             yield f"{key}={typed} does nothing with {other}={actual}; give {first} as well"
-    if settings.rl_phase != "rollout":
+    if settings.rl_phase != "rollout" and overrides.keys() & RATES:  # a trial of a few steps asks for none
         yield from _warm_up(settings)
     sets = {f"{SECTION}{name}": eval_set for name, eval_set in settings.eval_sets.items()}
     for section, sampling in {"rollout": settings.rollout, "eval": settings.eval, **sets}.items():

@@ -5,7 +5,7 @@ What may work passes: an environment of the user's may score and render by itsel
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,14 @@ from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_facts import PICTURED, has_processor, may_have_chat_template, takes_pictures
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
-from rollout.environments.trial import longer_prompts, try_tasks
+from rollout.environments.trial import longer_prompts, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
 from rollout.rewards.builtin import check_task
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import SHAPES, TaskError, TaskSet
+from rollout.tasks.verifiers import SOURCE as VERIFIERS
 
 log = logging.getLogger(__name__)
 
@@ -255,9 +256,11 @@ def look_at_text(
     eval_tasks: TaskSet | None,
     sets: EvalSets,
     engine: EngineKind,
+    code: Iterable[str] = (),
 ) -> None:
-    """Warn of tasks whose tokens hardly anybody means. SettingsError for one that the model cannot take, and
-    for a model without a tokenizer.
+    """Warn of tasks whose tokens hardly anybody means, and of tools that an environment may give to a model
+    that cannot have them. SettingsError for a task that the model cannot take, and for a model without a
+    tokenizer. `code`: texts of the user's modules.
     """
     has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
@@ -279,6 +282,13 @@ def look_at_text(
                     room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
                     hinted = self_teacher.hinted_set(tasks)
                     try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
+            elif not has_other_template and (
+                played.environment.startswith(VERIFIERS) or any("tools" in text for text in code)
+            ):
+                reason = why_no_tools(sampling, LocalTokenizer(model_dir))
+                name = f"{played.option('environment')} {played.environment}"
+                if reason:
+                    log.warning("%s: a group with tools will be given up: %s", name, reason)
     except TaskError as error:
         raise SettingsError(str(error)) from None
     except NoTokenizer as error:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
 from coordinator.journal.trackers import check_sinks
+from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
 from coordinator.protocol import placement_records
@@ -54,13 +55,16 @@ from coordinator.start.run_json import (
 from coordinator.start.wait_for_master import await_master
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.environment_variables import is_utf8
-from rollout.settings import TINY
+from rollout.plugins import with_whole_path
+from rollout.settings import JOIN, TINY
 from rollout.storage import files
 from rollout.tasks.rows import is_there
 
 log = logging.getLogger(__name__)
 
 SETS = "eval.sets"
+KEEPS_NOTHING = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs", "tracefs", "mqueue"}
+"""Filesystems that show the kernel: no directory can be made there."""
 ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
@@ -139,7 +143,8 @@ def check_master(request: StartRequest) -> Checked:
         refuse_incomplete(settings, model)
         if settings.rl_phase != "update":
             engine = engine_of(settings, MASTER)
-            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets, engine)
+            code = [text for _file, text in inputs.functions.sources.values()]
+            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets, engine, code)
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
     refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
@@ -218,6 +223,9 @@ def absolute(overrides: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith(SETS) and isinstance(value, Mapping):  # a table of a settings file
             table = cast("Mapping[str, Any]", value)
             return {name: resolved(f"{key}.{name}", entry) for name, entry in table.items()}
+        if key.endswith((".reward", ".environment")) and value is not None:
+            text = JOIN.join(cast("list[str]", value)) if isinstance(value, list) else str(value)
+            return JOIN.join(map(with_whole_path, text.split(JOIN)))
         is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}
         is_path = is_path or (key.startswith(f"{SETS}.") and key.endswith(".tasks"))
         if not is_path or not is_there(str(value)):
@@ -262,6 +270,10 @@ def check_log_path(root: Path) -> None:
         raise SettingsError(
             f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
             f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
+        )
+    if find_mount(existing.resolve()).kind in KEEPS_NOTHING:
+        raise SettingsError(
+            f"--log-path {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
         )
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")

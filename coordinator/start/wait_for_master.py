@@ -1,6 +1,7 @@
 """Wait, as a starting node, for a living master."""
 
 import logging
+import shlex
 import time
 from collections.abc import Iterator
 
@@ -43,9 +44,12 @@ def await_master(
         if newest and moved and is_its and newest.kind != "moved":
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
-            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished")
+            again = f"run --master --log-path {shlex.quote(str(run_dir.root))} --iterations N"
+            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished; to go on with it: {again}")
         if waited_s == 0.0:
-            log.info("waiting for the master at %s%s", run_dir.root, what_is_there(run_dir))
+            is_over = newest is not None and newest.kind == "finished"
+            there = " (the run there is finished)" if is_over else what_is_there(run_dir)
+            log.info("waiting for the master at %s%s", run_dir.root, there)
         if waited_s > said_s + 30.0:
             log.info(
                 "waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, what_is_there(run_dir)

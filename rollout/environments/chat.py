@@ -171,7 +171,7 @@ class ChatTemplate:
 
     async def _parser_of_template(self) -> str:
         """Return what can read a call as the template writes it into the conversation."""
-        template = self.with_tools([_TOOL])
+        template = self.with_tools([EXAMPLE_TOOL])
         call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
         plain = [*_ASKED, {"role": "assistant", "content": "0"}]
         called = [*_ASKED, _calling([call])]
@@ -184,7 +184,7 @@ class ChatTemplate:
         )
         turn = Completion([], [], [], written, "stop")
         for name in PARSERS:
-            calls = with_calls(turn, name, [_TOOL], written).calls
+            calls = with_calls(turn, name, [EXAMPLE_TOOL], written).calls
             if [(read.name, read.arguments) for read in calls] == [(call.name, call.arguments)]:
                 return name
         raise RequestRefused(
@@ -195,7 +195,7 @@ class ChatTemplate:
 
 _EXCERPT = 200
 _ASKED: list[Message] = [{"role": "user", "content": "0"}]
-_TOOL: Tool = {
+EXAMPLE_TOOL: Tool = {
     "type": "function",
     "function": {
         "name": "look_up",

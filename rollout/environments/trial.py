@@ -19,6 +19,7 @@ from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.model_facts import most_tokens, placeholder, template_text, vocabulary_size
 from rollout.engines.special_tokens import read_special_tokens
+from rollout.environments.chat import EXAMPLE_TOOL
 from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.labelled import labelled
 from rollout.environments.left_out import template_warnings
@@ -132,6 +133,16 @@ def try_tasks(
 
     asyncio.run(render())
     return list({text.partition(": ")[2]: text for text in reversed(warnings)}.values())[::-1]
+
+
+def why_no_tools(sampling: Sampling, tokenizer: EngineClient) -> str | None:
+    """Return why no conversation with the tokenizer's model can have tools; None if one can."""
+    policy = Policy(tokenizer, sampling, 0).with_tools([EXAMPLE_TOOL])
+    try:
+        asyncio.run(policy.tokenize([{"role": "user", "content": "0"}]))
+    except RequestRefused as error:
+        return str(error)
+    return None
 
 
 def _unseen(tasks: TaskSet) -> Iterator[str]:

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from rollout.origin import Code
-from rollout.plugins import SUFFIX, PluginError, check_call, code_of, is_async, load_function, sources
+from rollout.plugins import (
+    SUFFIX,
+    PluginError,
+    check_call,
+    code_of,
+    is_async,
+    load_function,
+    sources,
+    title_of,
+)
 from rollout.processes.pool import CallFailed, CallLost
 from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.processes.reward_signatures import with_our_parameters
@@ -58,7 +67,7 @@ class Reward:
         self, name: str, function: RewardFunction | LibraryReward | SyncReward | ServedReward
     ) -> None:
         """`function` is called in the event loop."""
-        self.name = self.title = name
+        self.name, self.title = name, title_of(name)
         self.code = code_of(name, function)
         if isinstance(function, (ServedReward, CodeReward)):
             behind = f"{code_of('', function).digest} {function.digest}"
@@ -237,23 +246,34 @@ def _resolve(name: str) -> Reward:
         if isinstance(function, CodeReward) and (reason := function.missing):
             raise RewardSettingError(f"reward {name!r} cannot run code here: {reason} (docs/sandbox.md)")
         return Reward(name, function)
-    if ":" not in name:
-        there = ", ".join([*BUILT_IN, *IN_PROCESSES, CODE])
-        near = difflib.get_close_matches(name, [*BUILT_IN, *IN_PROCESSES], n=1)
-        if name.endswith(SUFFIX):
-            near = [f"{name}:FUNCTION"]
-        elif "." in name:
-            near = [":".join(name.rsplit(".", 1))]
-        meant = f"did you mean {near[0]}? There" if near else "there"
-        raise RewardSettingError(
-            f"reward {name!r}: {meant} is {there}, or give module:function or file.py:function"
-        )
+    _refuse_unknown(name)
     try:
         function = with_our_parameters(load_function(name))
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error
     return Reward(name, function if is_async(function) else SyncReward(name, function))
+
+
+def refuse_unknown(text: str) -> None:
+    """Raise RewardSettingError if the setting names a built-in reward that there is not. Loads nothing."""
+    for part in _parts(text):
+        _refuse_unknown(part.name)
+
+
+def _refuse_unknown(name: str) -> None:
+    known = [*BUILT_IN, *IN_PROCESSES]
+    if ":" in name or name in known or is_code(name):
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    if name.endswith(SUFFIX):
+        near = [f"{name}:FUNCTION"]
+    elif "." in name:
+        near = [":".join(name.rsplit(".", 1))]
+    meant, there = f"did you mean {near[0]}? There" if near else "there", ", ".join([*known, CODE])
+    raise RewardSettingError(
+        f"reward {name!r}: {meant} is {there}, or give module:function or file.py:function"
+    )
 
 
 def _with_parameters(name: str) -> ServedReward | CodeReward:
@@ -269,7 +289,8 @@ def weights_by_title(text: str) -> dict[str, float] | None:
         return None
     is_ours = [part.name.startswith(SERVED) or is_code(part.name) for part in parts]
     titles = [
-        _checking(part.name).title if ours else part.name for part, ours in zip(parts, is_ours, strict=True)
+        _checking(part.name).title if ours else title_of(part.name)
+        for part, ours in zip(parts, is_ours, strict=True)
     ]
     return {
         title: 1.0 if part.weight is None else part.weight for title, part in zip(titles, parts, strict=True)

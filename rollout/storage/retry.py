@@ -25,6 +25,8 @@ RETRY_S = 10.0
 PATIENT_ATTEMPTS = 2
 """Least number of attempts at a call that may itself take longer than RETRY_S (to write a large file). The
 other ranks of a job wait for it meanwhile, for trainer.collective_timeout_s at most."""
+SAID_AFTER_S = 5.0
+"""After so long a call that is still repeated is said."""
 CACHED_S = 65.0
 """How long a listed name may be denied: clients remember "no such file" for up to 60 s."""
 PASSING = frozenset(
@@ -161,6 +163,10 @@ def _retry(
                 if isinstance(error, SharedFsError):  # of a call within this one, with all there is to say
                     raise
                 raise SharedFsError(verb, path, error, tried_s) from error
+            if tried_s > SAID_AFTER_S and not is_said:
+                text = "cannot %s %s: %s; it is tried again, for up to %.0f s"
+                log.warning(text, verb, path, error.strerror, max(limit_s, RETRY_S))
+                is_said = True
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
 

@@ -57,7 +57,11 @@ def task_of(
     task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}
     for name, check in _FIELD_CHECKS.items():
         if name in task and (expected := check(task[name])):
-            raise ValueError(f"{_named(name, columns)} must be {expected}, got {_kind(task[name])}")
+            hint = ""
+            if name in ("prompt", "messages") and not isinstance(task[name], (list, str)):
+                there = ", ".join(map(str, row.fields))
+                hint = f"; name another column, columns.{name}=COLUMN (there is {there})"
+            raise ValueError(f"{_named(name, columns)} must be {expected}, got {_kind(task[name])}{hint}")
     with contextlib.suppress(ValueError):  # other tools are those of an environment that knows them
         task |= {"tools": checked_tools(task["tools"])} if "tools" in task else {}
     task = without_answer({**task, "id": str(task["id"])})

@@ -85,7 +85,10 @@ def why_missing(name: str) -> str | None:
     search_here()
     if importlib.machinery.PathFinder.find_spec(module, inside) or importlib.util.find_spec(module):
         return None
-    return f"there is no package {module}; install the environment {name} on every node"
+    return (
+        f"there is no module {module} in {sys.prefix} or on PYTHONPATH; install the environment {name} there"
+        ", on every node"
+    )
 
 
 def _is_held_out(key: str) -> bool:

@@ -80,7 +80,7 @@ def test_command_of_a_recipe_is_understood(
         )
         return
     assert (REPOSITORY / words[words.index("--config") + 1]).is_file()
-    monkeypatch.setattr("sys.argv", [*words, "--dry-run"])
+    monkeypatch.setattr("sys.argv", [*words, "--settings-only"])
     assert main() == 0, capsys.readouterr().err
 
 

@@ -290,6 +290,22 @@ def test_option_of_the_reward_may_come_several_times(run: Run) -> None:
     assert wrong.returncode == 2 and "the weight 'much' of length is no finite number" in wrong.stderr
 
 
+def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, place: Path) -> None:
+    (place / "bad.jsonl").write_text('{"prompt": "1+2="}\n')
+    for words, reason in (
+        (["--reward", "nosuch"], "reward 'nosuch': there is exact"),
+        (["--tasks", "nosuch.jsonl"], "nosuch.jsonl: no such file"),
+        (["--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
+        (["--model", "./nosuch"], "--model ./nosuch: no such directory"),
+    ):
+        ended = run(*words, "--dry-run")
+        assert ended.returncode == 2 and reason in ended.stderr and json.loads(ended.stdout), ended
+        assert run(*words, "--settings-only").returncode == 0
+    ended = run("--model", "nobody/no-such-model", "--dry-run")
+    assert ended.returncode == 0 and "a start would fetch it: nobody/no-such-model" in ended.stderr
+    assert run("--worker", "1", "--tasks", "nosuch.jsonl", "--dry-run").returncode == 0
+
+
 def test_dry_run_of_all_nodes_prints_the_same(run: Run) -> None:
     ended = run("local", "--num-nodes", "3", "--dry-run")
     assert json.loads(ended.stdout) == build({"cluster.num_nodes": 3}).model_dump(mode="json")
@@ -356,6 +372,8 @@ BAD = [
     ("--batch-size=4", "No such option: --batch-size; did you mean trainer.global_batch_size=VALUE?"),
     ("--iteration 3", "No such option: --iteration; did you mean --iterations?; see run --help"),
     ("local --lr 3", "did you mean trainer.learning_rate=VALUE?; see run local --help"),
+    ("trainer.betas=0.9", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
+    ("trainer.betas=[0.9]", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
     ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
     (
         "--tasks gsm8k",
@@ -401,6 +419,12 @@ BAD = [
     ("status --jsn", "No such option: --jsn; did you mean --json?; see run status --help"),
     ("status runs/exp1", "(runs/exp1); a run directory is given as --log-path runs/exp1; see run status"),
     ("logs runs/exp1", "give the number of a rank, e.g. run logs 1, and the run directory as --log-path"),
+    ("status --dir x", "No such option: --dir; did you mean --log-path?"),
+    ("serve --dir x", "No such option: --dir; did you mean --root?"),
+    ("plan --model m --tasks x", "No such option: --tasks; did you mean tasks=VALUE?; see run plan --help"),
+    ("plan --model m rollout.reward=nosuch", "--reward nosuch: reward 'nosuch': there is exact"),
+    ("diff a", "B is missing: the run directory to compare it with; see run diff --help"),
+    ("--log-path /proc/x", "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a"),
     ("export", "-o DIR is missing: a new directory for the model; see run export --help"),
     ("cleanup", "--iteration N is missing: the interrupted iteration; see run cleanup --help"),
     ("fork --iteration 2 --log-path empty --to new", "no run there (no run.json)"),

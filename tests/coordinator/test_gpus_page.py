@@ -62,7 +62,7 @@ def test_command_of_the_page_is_understood(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(command)
-    monkeypatch.setattr("sys.argv", [*words, "--dry-run"])
+    monkeypatch.setattr("sys.argv", [*words, "--settings-only"])
     assert main() == 0
     settings = dict(flatten(json.loads(capsys.readouterr().out)))
     given = [word.partition("=")[0] for word in words if "." in word and "=" in word]

@@ -157,7 +157,7 @@ def test_command_that_starts_nodes_is_understood(
         return
     if "--num-nodes" in words and not {"--master", "local"} & {*words}:
         monkeypatch.setenv("RANK", "1")  # as a platform does that runs one command on every machine
-    assert run([*words, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
+    assert run([*words, "--settings-only"], monkeypatch) == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["cluster"]["num_nodes"] >= 1
 
 
@@ -243,7 +243,7 @@ def test_demo_is_a_run_of_three_nodes(
     words = here(
         last.removeprefix("exec .venv/bin/").replace("$log_path", "runs/demo").replace("${SEED:-0}", "0")
     )
-    assert run([*words, "--dry-run"], monkeypatch) == 0
+    assert run([*words, "--settings-only"], monkeypatch) == 0
     assert json.loads(capsys.readouterr().out)["cluster"]["num_nodes"] == 3
 
 
@@ -251,7 +251,7 @@ def test_options_behind_a_job_script_are_those_of_run(
     here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in [command for command in of("elsewhere") if command.startswith("sbatch scripts/")]:
-        assert run(["run", *here(command)[2:], "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
+        assert run(["run", *here(command)[2:], "--settings-only"], monkeypatch) == 0, capsys.readouterr().err
 
 
 def test_jobs_have_the_name_that_the_page_gives_them() -> None:

@@ -87,7 +87,7 @@ def test_the_command_takes_a_placement_and_groups_of_machines(
     placed = ["--place", "rollout=0-15", "--place", "train=16-23", "--config", str(settings)]
     for index in range(JOB["spec"]["completions"]):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
-        monkeypatch.setattr("sys.argv", [*NODE["command"], *placed, "--dry-run"])
+        monkeypatch.setattr("sys.argv", [*NODE["command"], *placed, "--settings-only"])
         assert main() == Exit.DONE, capsys.readouterr().err
         cluster = yaml.safe_load(capsys.readouterr().out)["cluster"]
         assert set(cluster["place"]) == {"rollout=0-15", "train=16-23"}
@@ -104,7 +104,7 @@ def test_the_command_takes_its_rank_from_the_completion_index(
         monkeypatch.delenv(name, raising=False)
     if index is not None:
         monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
-    monkeypatch.setattr("sys.argv", [*NODE["command"], "--dry-run"])
+    monkeypatch.setattr("sys.argv", [*NODE["command"], "--settings-only"])
     assert main() == code
     said = capsys.readouterr()
     if code is Exit.DONE:

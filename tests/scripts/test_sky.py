@@ -70,7 +70,7 @@ def test_every_node_starts_one_run_with_its_rank(
     given, *words = start.split()
     assert (code, given) == (0, str(rank))
     monkeypatch.setenv("RANK", given)
-    monkeypatch.setattr("sys.argv", ["run", *words, "--dry-run"])
+    monkeypatch.setattr("sys.argv", ["run", *words, "--settings-only"])
     assert main() == 0, capsys.readouterr().err
     assert json.loads(capsys.readouterr().out)["cluster"]["num_nodes"] == TASK["num_nodes"]
 

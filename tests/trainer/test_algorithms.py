@@ -328,6 +328,10 @@ def test_settings_that_are_given_win_over_the_presets() -> None:
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"algorithm=ppo: there is default, grpo, .*sft"):
         TrainerSettings(algorithm="ppo")
+    with pytest.raises(ValueError, match=r"algorithm=gae: .*; no value model is trained: take grpo, which"):
+        TrainerSettings(algorithm="gae")
+    with pytest.raises(ValueError, match=r"; did you mean reinforce\+\+\?"):
+        TrainerSettings(algorithm="reinforce_plus_plus")
     with pytest.raises(ValueError, match=r"algorithm=GRPO: .*; did you mean grpo\?"):
         TrainerSettings(algorithm="GRPO")
 

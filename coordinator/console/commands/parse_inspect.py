@@ -100,7 +100,7 @@ def samples(
 @command_in(APPS, "diff")
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run directory.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The run directory to compare it with.")],
     out: Annotated[
         Path | None,
         option("--out", "-o", metavar="FILE.html", help="Also a page with the curves of both."),

@@ -17,6 +17,8 @@ MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "hel
 """Commands by other names."""
 
 
+DIRECTORIES = {"--dir", "--directory", "--path", "--folder", "--output-dir", "--output"}
+"""What others call the option that names a directory."""
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
 
 
@@ -43,7 +45,8 @@ def of_option(error: typer.TyperException) -> str:
     param: Any = getattr(error, "param", None)
     if text.startswith("Missing parameter"):
         help_text = f"{param.help[:1].lower()}{param.help[1:]}".rstrip(".")
-        return f"{param.opts[-1]} {param.metavar} is missing: {help_text}"
+        name = f"{param.opts[-1]} {param.metavar}" if param.opts[-1].startswith("-") else param.metavar
+        return f"{name} is missing: {help_text}"
     cause: Any = error.__cause__
     if hasattr(cause, "errors"):  # pydantic's, which does not name the option
         return f"{param.opts[0]}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
@@ -55,12 +58,22 @@ def of_option(error: typer.TyperException) -> str:
         return text
     if instead := suggestions.answer(typed):
         return f"{text}; {instead}"
-    known = known_keys()
-    near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1)
+    known, params = known_keys(), _params(error)
+    near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1, cutoff=0.7)
     setting = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
     meant = _typed(setting) if setting else "".join(near)
-    meant = "".join(near) if meant == typed else meant  # an option of `run` that this command lacks
+    if typed in DIRECTORIES and not near:
+        meant = next((param.opts[0] for param in params if param.metavar == "DIR"), meant)
+    elif meant == typed:  # an option of `run` that this command lacks
+        takes_settings = any(param.name == "words" for param in params)
+        meant = f"{setting}=VALUE" if takes_settings else "".join(near)
     return f"{text}; did you mean {meant}?" if meant else text
+
+
+def _params(error: typer.TyperException) -> list[Any]:
+    """Return what the command of the error takes."""
+    command: Any = getattr(getattr(error, "ctx", None), "command", None)
+    return list(command.params) if command else []
 
 
 def _typed(key: str) -> str:

@@ -9,10 +9,14 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start import estimate
 from coordinator.start.inputs import STATE_BYTES, base_model_dir
+from coordinator.start.named import check_named
 from coordinator.start.run_json import chosen_save_interval, with_save_interval
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters
 from rollout.settings import TINY
+
+NAMES = {"tasks", "eval_tasks", "rollout.reward", "rollout.environment"}
+"""Settings that name something to look at."""
 
 
 def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) -> None:
@@ -25,6 +29,8 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
     settings = build({**overrides, "model": model})
     if model == TINY:
         raise SettingsError(f"--model {TINY}: it fits everywhere; give a model's directory")
+    if overrides.keys() & NAMES:
+        check_named(settings, overrides)
     directory = base_model_dir(settings, RunDir(Path()))
     try:
         shapes = {name: shape for name, (_, shape) in tensor_names(directory).items()}

@@ -169,7 +169,7 @@ class Service:
 
     def _check(self, parsed: submission.Submission) -> None:
         self.launcher.refuse(parsed.options)
-        submission.check(parsed, self.launcher.decided, self.allow_code)
+        submission.check(parsed, self.launcher.decided, self.allow_code, self.launcher.kind == "local")
 
     async def _job(self, request: web.Request) -> Job:
         return await asyncio.to_thread(Job, self.root, request.match_info["name"])

@@ -17,6 +17,7 @@ from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import is_path
+from rollout.rewards.builtin import RewardSettingError, refuse_unknown
 from rollout.settings import PROGRAMS, SELF
 from rollout.storage.files import exists, facts_of, is_directory
 from rollout.tasks.task_set import is_file
@@ -158,9 +159,10 @@ def _renamed(value: str, names: Mapping[str, str]) -> str:
     return names.get(value, value)
 
 
-def check(submission: Submission, decided: Sequence[str], allow_code: bool) -> None:
+def check(submission: Submission, decided: Sequence[str], allow_code: bool, is_here: bool) -> None:
     """Raise SettingsError, in the words of `run`, if it would refuse the options; and for code, unless that
-    is allowed. `decided`: options that the server adds. Nothing of the client's is loaded here.
+    is allowed, before any is loaded. `decided`: options that the server adds. `is_here`: the job runs on this
+    machine, so that all it names can be looked at; another machine may have other libraries.
     """
     for name in submission.files:
         if name.endswith(CODE):
@@ -181,12 +183,20 @@ def check(submission: Submission, decided: Sequence[str], allow_code: bool) -> N
         for name, data in submission.files.items():
             Path(directory, name).write_bytes(data)
         log_path = str(Path(directory, "run"))
-        text = settings_of(["local", *submission.options, *decided, "--log-path", log_path], Path(directory))
+        words = ["local", *submission.options, *decided, "--log-path", log_path]
+        text = settings_of(words, Path(directory))
         settings = RunSettings.published(json.loads(text))
         _refuse_absent(settings, Path(directory))
         _refuse_absent_model(settings, Path(directory))
-    if not allow_code:
-        _refuse_code(settings)
+        if not allow_code:
+            _refuse_code(settings)
+        if is_here:
+            try:
+                settings_of(words, Path(directory), "--dry-run")
+            except SettingsError as error:
+                raise SettingsError(str(error).replace(f"{directory}/", "")) from None
+        else:
+            _refuse_unknown_reward(settings)
 
 
 def _refuse_taken(name: str) -> None:
@@ -215,6 +225,13 @@ def _refuse_absent_model(settings: RunSettings, directory: Path) -> None:
             f"--model {settings.model}: the server has no such directory, and no model is sent to it; give "
             "one that it has, or the name of a model on Hugging Face"
         )
+
+
+def _refuse_unknown_reward(settings: RunSettings) -> None:
+    try:
+        refuse_unknown(settings.rollout.reward)
+    except RewardSettingError as error:
+        raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
 
 
 def _refuse_code(settings: RunSettings) -> None:

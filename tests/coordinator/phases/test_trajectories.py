@@ -143,13 +143,16 @@ def test_what_the_nodes_have_made_is_joined() -> None:
     assert totals == {"short": 0, "made": {"0": made, "1000": made}, "named": {"r1000": "sha"}}
 
 
+@pytest.mark.parametrize("count", [1, 4])
 def test_groups_given_up_by_all_nodes_together_end_the_run_as_those_of_one(
-    node: Any, iteration: Iteration
+    node: Any, iteration: Iteration, count: int
 ) -> None:
-    finish(node, *map(tombstone, range(4)))
+    finish(node, *map(tombstone, range(count)))
     totals, directory = {"short": 0, "made": {}, "named": {}}, node.run_dir.trajectories("train", 1)
-    with pytest.raises(AllGivenUp, match=r"all 4 groups were given up, .* slot 0: it took"):
-        trajectories.aggregate(node, iteration, "train", Quota(4, 4), ORIGIN, totals, {}, range(4))
+    with pytest.raises(AllGivenUp, match=rf"all {count} groups were given up, .* slot 0: it took"):
+        trajectories.aggregate(
+            node, iteration, "train", Quota(count, count), ORIGIN, totals, {}, range(count)
+        )
     assert not (directory / "manifest.json").exists()
     node.identity.newest_epoch = 2
     plan = trajectories.plan(node, iteration, "train", Quota(4, 4), ORIGIN, range(4))

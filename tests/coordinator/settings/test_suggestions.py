@@ -66,6 +66,10 @@ def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str
     assert advice in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
 
 
+def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:
+    assert "run launch --ray ADDRESS" in meant("ray_init.num_cpus", KNOWN)
+
+
 def test_section_is_answered_with_what_is_in_it() -> None:
     assert meant("trainer.lora", KNOWN).endswith(
         "a setting in it: trainer.lora.rank, trainer.lora.alpha, trainer.lora.targets?"

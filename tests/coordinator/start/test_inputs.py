@@ -13,6 +13,7 @@ from coordinator.start import eval_tasks, inputs, run_json, start
 from coordinator.start.request import StartRequest
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import embedded, vllm
+from rollout.rewards.builtin import resolve_reward
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.models import make_model
 
@@ -249,3 +250,21 @@ def test_system_prompt_of_plain_prompts_is_refused(
 def test_prompts_that_cannot_be_changed_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         loading.build(given)
+
+
+def test_code_in_a_file_is_named_so_that_a_node_finds_it_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, completion):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "rollout.reward": ["mine.py:score=2", "exact", "no.py:score"],
+        "rollout.environment": "mine.py:play",
+        "eval.sets": {"a": {"reward": "mine.py:score", "environment": None}},
+    }
+    assert start.absolute(given) == {
+        "rollout.reward": f"{tmp_path}/mine.py:score=2 + exact + no.py:score",
+        "rollout.environment": f"{tmp_path}/mine.py:play",
+        "eval.sets": {"a": {"reward": f"{tmp_path}/mine.py:score", "environment": None}},
+    }
+    assert resolve_reward(f"{tmp_path}/mine.py:score").title == "mine.py:score"

@@ -63,6 +63,7 @@ def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
     assert not warnings(trainer__algorithm="gmpo", trainer__clip_low=0.3, iterations=100)
     assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
+    assert not warnings(iterations=1), "nobody has asked for a learning rate"
     assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")
 
 

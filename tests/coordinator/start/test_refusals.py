@@ -415,6 +415,22 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     )  # which may know another one
 
 
+@pytest.mark.parametrize(("environment", "code", "is_said"), [
+    ("my_env:play", "policy.with_tools(TOOLS)", True),
+    ("my_env:play", "policy.generate(task)", False),
+    ("verifiers:mine", "", True),
+])  # fmt: skip
+def test_environment_that_may_give_tools_to_a_model_that_cannot_have_them_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, environment: str, code: str, is_said: bool
+) -> None:
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    given = {"model": str(model_of(tmp_path / "model")), "tasks": tasks, "rollout.environment": environment}
+    settings, loaded = loading.build(given), load_tasks(tasks, seed=0, split="train")
+    engine = Embedded(settings.engine, 0)
+    refusals_of_tasks.look_at_text(settings, Path(settings.model), loaded, None, {}, engine, [code])
+    assert (f"--environment {environment}: a group with tools will be given up: " in caplog.text) == is_said
+
+
 def looked_at(tmp_path: Path, served: Served, given: dict[str, Any], letters: int) -> str:
     """The line with which a task is refused, for a model with a context of 200 tokens."""
     tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "x" * letters, "answer": "1"})

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.environments.trial import try_tasks
+from rollout.environments.trial import try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines
@@ -208,6 +208,14 @@ def test_field_that_is_meant_for_the_model_and_does_not_reach_it_is_a_warning(
 ) -> None:
     found = tried(tmp_path, {"messages": [{"role": "user", "content": "hi"}], **task})
     assert [warning in text for text in found] == [True] if warning else not found
+
+
+def test_template_without_tools_is_said_before_an_environment_gives_some(tmp_path: Path) -> None:
+    def reason(name: str, template: str) -> str | None:
+        return why_no_tools(Sampling(), LocalTokenizer(model_of(tmp_path / name, template=template)))
+
+    assert "the model's chat template leaves out tools" in str(reason("without", CHATML))
+    assert reason("with", "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML) is None
 
 
 def test_role_that_hardly_any_template_knows_is_a_warning(tmp_path: Path) -> None:

@@ -209,7 +209,10 @@ def test_environment_with_splits_gives_its_own() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no-such-env", "there is no package no_such_env; install the environment no-such-env on every node"),
+        (
+            "no-such-env",
+            f"there is no module no_such_env in {sys.prefix} or on PYTHONPATH; install the environment no-",
+        ),
         ("a b", "is not of the form NAME,PARAMETER=VALUE"),
         ("word-game,size=0", "size=0: give a number above 0"),
         ("word-game,taskset.word=1", "taskset.word: Extra inputs are not permitted"),
@@ -230,7 +233,7 @@ def test_wrong_source_is_one_line(text: str, reason: str) -> None:
 
 
 def test_wrong_environment_is_one_line() -> None:
-    with pytest.raises(EnvironmentSettingError, match="there is no package absent"):
+    with pytest.raises(EnvironmentSettingError, match="there is no module absent in"):
         resolve_environment("verifiers:absent")
     with pytest.raises(EnvironmentSettingError, match="give its parameters behind --tasks verifiers:NAME"):
         resolve_environment("verifiers:word-game,player.max_turns=3")

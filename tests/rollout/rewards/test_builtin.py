@@ -285,6 +285,8 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
         ("mine.score", "did you mean mine:score?"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),
+        ("{user}:one_argumet", "did you mean one_argument?"),
+        ("{user}:absent", "it has "),
         ("{user}:constant", "a int, no function"),
         (
             "{user}:one_argument",

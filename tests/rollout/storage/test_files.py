@@ -591,3 +591,19 @@ def test_wait_for_space_ends_with_its_limit_and_with_its_check(
     with retry.waiting_for_space(60.0, check), pytest.raises(LookupError, match=over):
         publish(tmp_path / "document", b"{}")
     assert tree(tmp_path) == set()
+
+
+def test_call_that_is_tried_for_long_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retry, "SAID_AFTER_S", 0.0)
+    errors = [OSError(errno.EIO, "Input/output error")] * 3
+
+    def call() -> int:
+        if errors:
+            raise errors.pop()
+        return 7
+
+    assert retry.retry("read", tmp_path / "x", call) == 7
+    (text,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "x: Input/output error; it is tried again, for up to" in text

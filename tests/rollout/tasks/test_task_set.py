@@ -41,6 +41,10 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ("3", "expected a JSON object, got a number"),
         ('{"answer": "3"}', "give either `prompt` or `messages`; neither is there"),
         ('{"prompt": "a", "messages": []}', "both are there"),
+        (
+            '{"prompt": 3, "text": "a"}',
+            "got a number; name another column, columns.prompt=COLUMN (there is prompt, text)",
+        ),
         ('{"prompt": 3}', "`prompt` must be a non-empty string, or an array of messages, got a number"),
         ('{"prompt": ""}', "got an empty string"),
         ('{"messages": []}', "`messages` must be a non-empty array of messages, or the text of one, got an"),

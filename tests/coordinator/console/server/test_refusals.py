@@ -4,11 +4,14 @@ import base64
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.console.server import submission
+from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.server.served import Served, serving
 from tests.coordinator.examples import tree
 
@@ -164,6 +167,24 @@ def test_refusals_of_settings_are_those_of_run(served: Served) -> None:
     assert (status, error) == (400, "No such option: --iteratons; did you mean --iterations?")
     status, error = served.post("/jobs", job("foo"))
     assert error.startswith("'foo' is neither a command, nor an option, nor KEY=VALUE")
+
+
+def test_reward_that_is_not_there_is_refused_wherever_the_job_would_run(served: Served) -> None:
+    status, error = served.post("/jobs", job("--reward", "nosuch"))
+    assert status == 400 and error.startswith("--reward nosuch: reward 'nosuch': there is exact")
+    for option in ("--reward=nosuch", "--reward=exact=1", "--reward=math"):
+        submitted = submission.Submission("a", (option,), {})
+        with pytest.raises(SettingsError, match="nosuch") if "nosuch" in option else nullcontext():
+            submission.check(submitted, [], allow_code=False, is_here=False)
+
+
+def test_tasks_and_code_of_a_job_are_looked_at_where_it_would_run(served: Served) -> None:
+    status, error = served.post("/jobs", job("--tasks", "x.jsonl", **{"x.jsonl": encoded('{"prompt": 3}')}))
+    assert status == 400 and error.startswith("x.jsonl:1: `prompt` must be a non-empty string")
+    code = {"my_rewards.py": b"def score(task, completion):\n    return 1.0\n"}
+    submitted = submission.Submission("a", ("--reward=my_rewards:scor",), code)
+    with pytest.raises(SettingsError, match=r"no such name in my_rewards.py; did you mean score\?"):
+        submission.check(submitted, [], allow_code=True, is_here=True)
 
 
 @pytest.mark.parametrize("model", ["./mine", "/nowhere/mine", "models/mine/v2"])

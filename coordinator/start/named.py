@@ -1,0 +1,43 @@
+"""`--dry-run`: what the settings name, looked at as a start would."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.directory.layout import MASTER, RunDir
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import refuse_training_tasks
+from coordinator.start.functions import load_functions
+from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
+from coordinator.start.refusals_of_tasks import look_at_text, refuse_unrendered
+from coordinator.start.whole_model import refuse_incomplete
+from rollout.settings import TINY
+from rollout.storage.files import is_directory
+from rollout.tasks.row import HUB
+from rollout.tasks.task_set import TaskError
+
+
+def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | None:
+    """Check rewards, environments, tasks and model, whatever engine and GPUs this machine has. SettingsError
+    says what is wrong with which. Return what is not looked at, as a start would fetch it first.
+    """
+    sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
+    fetched = [source for source in sources if source and source.startswith(HUB)]
+    if not (settings.model == TINY or is_path(settings.model) or is_directory(Path(settings.model))):
+        fetched.append(settings.model)
+    if fetched:
+        load_functions(settings.rollout.reward, settings.rollout.environment)
+        return ", ".join(fetched)
+    try:
+        named = load_named(settings, overrides)
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    refuse_training_tasks(named.tasks, named.eval_tasks if settings.eval_tasks else None, named.eval_sets)
+    if settings.model != TINY:
+        model, tasks = base_model_dir(settings, RunDir(Path())), named[1:]
+        refuse_incomplete(settings, model)
+        refuse_unrendered(settings, model, *tasks)
+        if settings.rl_phase != "update":
+            code = [text for _file, text in named.functions.sources.values()]
+            look_at_text(settings, model, *tasks, engine_of(settings, MASTER), code)
+    return None

@@ -128,7 +128,7 @@ ALIASES = {
 """Settings by the names that TRL, verl and their like give to them."""
 _KL = "set both trainer.kl=k3 and trainer.kl_coefficient"
 _CRITIC = "there is no critic; trainer.advantage says what a reward is compared with"
-_EPOCHS = "give --iterations: all tasks once are their number / rollout.tasks_per_iteration"
+_EPOCHS = "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration"
 _HUB = "run export writes a directory for the Hub"
 _PLACE = "a run is known by its directory: --log-path DIR"
 _RESUME = "the same command again resumes a run"

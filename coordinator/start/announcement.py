@@ -18,7 +18,7 @@ from coordinator.start.start import Start
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters
 from rollout.environment_variables import cores
-from rollout.settings import PROGRAMS
+from rollout.settings import GENERATED, PROGRAMS
 
 MOST_ODD = 3
 """So many lines say what this machine lacks; `run doctor` says all."""
@@ -37,6 +37,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "engine": _engine(settings, inputs, start.run_dir.machine(start.rank)),
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
+        "data": _pass(settings, inputs),
         "samples": _samples(settings, first),
         **_estimate(settings, inputs, gpus),
         "reward": _reward(settings),
@@ -103,6 +104,17 @@ def _tasks(settings: RunSettings, inputs: Inputs) -> str:
         if settings.rollout_split == "eval-only":
             return f"{' + '.join(counts)} to evaluate"
     return f"{len(inputs.tasks.tasks)} ({settings.tasks}); {evaluation}"
+
+
+def _pass(settings: RunSettings, inputs: Inputs) -> str:
+    """Say how many iterations take each task of a data set once; nothing where tasks are chosen otherwise."""
+    rollout, count = settings.rollout, len(inputs.tasks.tasks)
+    if settings.tasks.startswith(GENERATED) or rollout.task_sampling != "uniform" or rollout.dynamic_sampling:
+        return ""
+    again = "then all come again in another order"
+    if count < rollout.tasks_per_iteration:
+        return f"an iteration takes each task {rollout.tasks_per_iteration / count:.3g} times"
+    return f"{count / rollout.tasks_per_iteration:.3g} iterations take each task once; {again}"
 
 
 def _samples(settings: RunSettings, first: int | None) -> str:

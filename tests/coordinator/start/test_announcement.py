@@ -86,8 +86,18 @@ def test_model_directory_says_its_size_and_its_own_context(
     assert lines["engine"] == "torch, the embedded engine (--engine torch)"
     assert lines["algorithm"] == "grpo, learning rate 1e-06, 512 sequences a step, adapters of rank 8"
     assert lines["tasks"] == f"1 ({tmp_path / 'tasks.jsonl'}); no evaluation"
+    assert lines["data"] == "an iteration takes each task 128 times"
     assert lines["samples"] == ("128 x 8 an iteration, up to 2047 tokens; from iteration 7 on")
     assert lines["nodes"] == "1; this one, node-a: 2 GPUs"
+
+
+def test_start_says_how_many_iterations_an_epoch_of_the_data_is(tmp_path: Path) -> None:
+    rows = ('{"id": %d, "prompt": "1+2=", "answer": "3"}\n' % row for row in range(30))
+    (tmp_path / "tasks.jsonl").write_text("".join(rows))
+    given = {"tasks": str(tmp_path / "tasks.jsonl"), "rollout.tasks_per_iteration": 8}
+    lines = said(tmp_path, given)
+    assert lines["data"] == "3.75 iterations take each task once; then all come again in another order"
+    assert "data" not in said(tmp_path, {**given, "rollout.dynamic_sampling": True})
 
 
 @pytest.mark.parametrize(("size", "gpus"), [(1_000_000, "2 GPUs"), (300_000, "1 GPU")])

@@ -47,7 +47,9 @@ def read_json(file: str, _images: str) -> Iterator[Row]:
             raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{way_out}") from error
         except json.JSONDecodeError as error:
             where = f"{file}:{number}: not JSON: {error.msg} at column {error.colno}"
-            raise RowError(f"{where}{_way_out(file)}") from error
+            is_spread = error.msg == "Extra data" or text.strip() == "{"
+            advice = "; give each object one line (jq -c . FILE does)" if is_spread else ""
+            raise RowError(f"{where}{_way_out(file) or advice}") from error
         except RecursionError as error:
             raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
         except ValueError as error:
@@ -130,7 +132,7 @@ def _check_text(content: Any) -> None:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is no JSON number")
+    raise ValueError(f"not JSON: {name} is no JSON number; write null, or leave the field out")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -92,8 +92,7 @@ def test_model_directory_says_its_size_and_its_own_context(
 
 
 def test_start_says_how_many_iterations_an_epoch_of_the_data_is(tmp_path: Path) -> None:
-    rows = ('{"id": %d, "prompt": "1+2=", "answer": "3"}\n' % row for row in range(30))
-    (tmp_path / "tasks.jsonl").write_text("".join(rows))
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 30)
     given = {"tasks": str(tmp_path / "tasks.jsonl"), "rollout.tasks_per_iteration": 8}
     lines = said(tmp_path, given)
     assert lines["data"] == "3.75 iterations take each task once; then all come again in another order"

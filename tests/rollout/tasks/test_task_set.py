@@ -34,7 +34,9 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
     ("line", "reason"),
     [
         ("{", "not JSON"),
-        ('{"prompt": NaN}', "NaN is no JSON number"),
+        ('{"prompt": NaN}', "NaN is no JSON number; write null, or leave the field out"),
+        ('{"prompt": "a"}{"prompt": "b"}', "Extra data at column 16; give each object one"),
+        ('{\n"prompt": "a"\n}', "give each object one line (jq -c . FILE does)"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' is twice in one object"),
         ("[" * 100_000, "nested too deeply"),
         ("[1]", "expected a JSON object, got an array"),

@@ -154,7 +154,7 @@ def _retry(
                 time.sleep(min(pause_s, FULL_PAUSE_S))
                 pause_s *= 2
                 continue
-            denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(needs)
+            denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(_end_of(needs))
             limit_s = CACHED_S if denied or isinstance(error, FileExistsError) else RETRY_S
             over = tried_s > limit_s and attempts <= 0
             if not (denied or error.errno in passing) or over:
@@ -209,6 +209,11 @@ def _say_it_passed(verb: str, path: Path, error: OSError, seconds: float) -> Non
         seconds,
         extra={"event": event},
     )
+
+
+def _end_of(link: Path) -> Path:
+    """Return where a link leads: it is listed itself, although that may not be there."""
+    return Path(os.path.realpath(link))
 
 
 def is_listed(path: Path) -> bool:

@@ -607,3 +607,10 @@ def test_call_that_is_tried_for_long_is_said_once(
     assert retry.retry("read", tmp_path / "x", call) == 7
     (text,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "x: Input/output error; it is tried again, for up to" in text
+
+
+def test_link_to_what_is_not_there_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    monkeypatch.setattr(retry.time, "sleep", lambda _seconds: pytest.fail("it is waited for"))
+    with pytest.raises(FileNotFoundError):
+        files.read(tmp_path / "link")

@@ -73,7 +73,7 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
-        raise PluginError(f"{name!r}: {problem} in {imported}{_named_like(function_name, module)}")
+        raise PluginError(f"{title_of(name)!r}: {problem} in {imported}{_named_like(function_name, module)}")
     if (
         not make
         or not inspect.isclass(function)

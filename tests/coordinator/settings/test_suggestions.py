@@ -20,6 +20,8 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
     [
         ("lr", "trainer.learning_rate"),
         ("trainer.lr", "trainer.learning_rate"),
+        ("warmup_ratio", "trainer.warmup_steps"),
+        ("eval_strategy", "eval.interval"),
         ("learning-rate", "trainer.learning_rate"),
         ("LearningRate", "trainer.learning_rate"),
         ("batch_size", "trainer.global_batch_size"),

@@ -1,5 +1,6 @@
 """Check and open pictures. A picture is a file named by its sha256; all else is a function of its bytes."""
 
+import base64
 import hashlib
 import io
 import re
@@ -57,6 +58,20 @@ def open_picture(data: bytes) -> "Image":
             shown = picture.convert("RGBA")
             return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
         return picture.convert("RGB")
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Return width and height of a checked picture."""
+    with _opened(data) as picture:
+        return picture.size
+
+
+def thumbnail(data: bytes, side: int) -> str:
+    """Return a checked picture, `side` pixels wide and high at most, as a `data:` URI."""
+    picture, small = open_picture(data), io.BytesIO()
+    picture.thumbnail((side, side))
+    picture.save(small, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def _opened(data: bytes) -> "Image":

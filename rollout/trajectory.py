@@ -224,6 +224,8 @@ def line_for_people(group: Group, *, rank: int, model_version: str) -> str:
     line: dict[str, Any] = {"slot": group.slot, "task_id": group.task_id, "prompt": group.prompt}
     line |= {"samples": [_for_people(sample) for sample in group.samples]}
     line |= {"rank": rank, "model_version": model_version}
+    shown = dict.fromkeys(picture.digest for sample in group.samples for picture in sample.pictures)
+    line |= {"images": list(shown)} if shown else {}
     line |= {name: value for name in ("given_up", "failed") if (value := getattr(group, name))}
     return json.dumps(line) + "\n"
 

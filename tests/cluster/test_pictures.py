@@ -1,9 +1,12 @@
 """A run whose tasks show pictures: two nodes, killed once, with a model that sees."""
 
 import json
+import re
 
 import pytest
 
+from coordinator.console.report import write_report
+from coordinator.console.views.samples import show_samples
 from rollout.pictures import digest_of
 from tests.cluster.cluster import FAST, Cluster
 
@@ -48,6 +51,24 @@ def test_pictures_are_files_that_samples_list_and_the_trainer_computes_what_the_
     for iteration in (1, 2):
         metrics = json.loads((cluster.run_dir.checkpoint(iteration) / "result.json").read_text())["metrics"]
         assert metrics["mismatch_max"] < 1e-4 and metrics["grad_norm"] > 0
+
+
+def test_pictures_are_seen_in_the_report_and_named_in_the_terminal(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cluster.run(1, *SETTINGS[:3], "1", *SETTINGS[4:]) == [0]
+    show_samples(cluster.run_dir.root, 1, 1, "spread", "train")
+    shown = re.findall(r"^\[image (\w{8}) 32x32\]", capsys.readouterr().out, re.MULTILINE)
+    assert shown and any(path.name.startswith(shown[0]) for path in cluster.run_dir.images.iterdir())
+    page = cluster.root / "page.html"
+    write_report(cluster.run_dir.root, page)
+    assert 'src="data:image/png;base64,' in page.read_text()
+    for path in cluster.run_dir.images.iterdir():
+        path.unlink()
+    show_samples(cluster.run_dir.root, 1, 1, "spread", "train")
+    assert f"[image {shown[0]}]" in capsys.readouterr().out
+    write_report(cluster.run_dir.root, page)
+    assert "data:image/png;base64," not in page.read_text()
 
 
 def test_picture_that_has_changed_ends_the_run_with_its_name(cluster: Cluster) -> None:

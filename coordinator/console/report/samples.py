@@ -1,19 +1,23 @@
 """Choose groups to read: those with the best, the median and the worst mean reward of an iteration."""
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from coordinator.console.report.values import numbers
 from coordinator.console.views.heartbeats import is_number
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
+from rollout.pictures import PictureError, is_digest, thumbnail
 from rollout.storage import files
 
 SAMPLES = 4
 """How many samples of a group are shown: the best, the worst, and some between."""
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 1_200, 1_600
+PICTURES, PICTURE_SIDE = 4, 160
+"""How many pictures of a prompt are shown, and their longest side in pixels."""
 TURNS = 12
 """How many turns of a conversation are shown: half of them its first ones, the others its last ones."""
 
@@ -54,6 +58,8 @@ class GroupText:
     """The mean."""
     size: int
     samples: list[SampleText]
+    pictures: list[str]
+    """Those that its prompt shows, small, as `data:` URIs; none where they or Pillow are missing."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,9 @@ def reading(run_dir: RunDir, iteration: int) -> Reading:
     chosen = chosen_slots(rewards)
     lines = _lines(run_dir, iteration, chosen.values())
     groups = [
-        group_text(place, lines[slot], rewards[str(slot)]) for place, slot in chosen.items() if slot in lines
+        group_text(place, lines[slot], rewards[str(slot)], _pictures(run_dir, lines[slot]))
+        for place, slot in chosen.items()
+        if slot in lines
     ]
     return Reading(iteration, groups)
 
@@ -106,7 +114,17 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
     return by_slot
 
 
-def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupText:
+def _pictures(run_dir: RunDir, record: Mapping[str, Any]) -> list[str]:
+    images = cast("list[Any]", record.get("images") or [])
+    digests = [str(name) for name in images if is_digest(name)]
+    with contextlib.suppress(OSError, ImportError, PictureError):
+        return [thumbnail(files.read(run_dir.images / name), PICTURE_SIDE) for name in digests[:PICTURES]]
+    return []
+
+
+def group_text(
+    place: str, record: Mapping[str, Any], reward: float, pictures: Sequence[str] = ()
+) -> GroupText:
     """Return a group as the page shows it, with long texts cut."""
     samples = _listed(record, "samples")
     samples.sort(key=_worse)
@@ -125,7 +143,8 @@ def group_text(place: str, record: Mapping[str, Any], reward: float) -> GroupTex
         for sample in (samples[index] for index in indices)
     ]
     prompt = shortened(str(record.get("prompt", "")), PROMPT_CHARACTERS)
-    return GroupText(place, str(record.get("task_id", "")), prompt, reward, len(samples), texts)
+    task_id = str(record.get("task_id", ""))
+    return GroupText(place, task_id, prompt, reward, len(samples), texts, list(pictures))
 
 
 def _listed(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

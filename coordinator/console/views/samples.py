@@ -10,13 +10,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from coordinator.console.views.run import Run
-from coordinator.directory.layout import Kind
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import find_data
 from coordinator.start.inputs import base_model_dir
 from coordinator.start.start import last_start
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
+from rollout.pictures import PictureError, size_of
+from rollout.storage import files
 from rollout.tasks.task_set import TaskError, load_tasks
 from rollout.trajectory import Group, Sample
 
@@ -49,7 +51,7 @@ def show_samples(root: Path, iteration: int | None, count: int, order: Order, ki
     try:
         for group, sample in chosen:
             print(_title(iteration, group, sample))
-            for text, is_generated in _texts(group, sample, tokenizer):
+            for text, is_generated in _texts(run.run_dir, group, sample, tokenizer):
                 print(f"{begin}{text}{end}" if is_generated else text, end="")
             print(f"\n--- answer: {answers[group.task_id]}\n" if group.task_id in answers else "\n")
     finally:
@@ -82,13 +84,20 @@ def _title(iteration: int, group: Group, sample: Sample) -> str:
     return f"=== iteration {iteration}, task {group.task_id}: {reward}{metrics}; {tokens}"
 
 
-def _texts(group: Group, sample: Sample, tokenizer: LocalTokenizer | None) -> Iterator[tuple[str, bool]]:
+def _texts(
+    run_dir: RunDir, group: Group, sample: Sample, tokenizer: LocalTokenizer | None
+) -> Iterator[tuple[str, bool]]:
     """Yield the sample's text in pieces, each with whether it was generated."""
     try:
         if tokenizer is not None:
-            # The tokens between two changes of the mask are read together.
-            starts = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1), sample.token_ids.size]
-            for begin, end in itertools.pairwise(starts):
+            # The tokens between two changes of the mask are read together, those of a picture not at all.
+            shown = {picture.begin: picture for picture in sample.pictures}
+            changes = (np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist()
+            starts = {0, *changes, *shown, *(picture.end for picture in sample.pictures)}
+            for begin, end in itertools.pairwise(sorted({*starts, sample.token_ids.size})):
+                if begin in shown:
+                    yield _label(run_dir, shown[begin].digest), False
+                    continue
                 text = asyncio.run(tokenizer.detokenize(sample.token_ids[begin:end].tolist()))
                 yield text, bool(sample.loss_mask[begin])
             return
@@ -98,6 +107,15 @@ def _texts(group: Group, sample: Sample, tokenizer: LocalTokenizer | None) -> It
     yield from ((f"{turn.text}\n", turn.begin is not None) for turn in sample.turns)
     if not sample.turns:
         yield sample.text, True
+
+
+def _label(run_dir: RunDir, digest: str) -> str:
+    """Return `[image ab12cd34 448x448]`; without the size where the picture, or Pillow, is missing."""
+    try:
+        width, height = size_of(files.read(run_dir.images / digest))
+    except (OSError, ImportError, PictureError):
+        return f"[image {digest[:8]}]"
+    return f"[image {digest[:8]} {width}x{height}]"
 
 
 def _tokenizer(run: Run, settings: RunSettings) -> LocalTokenizer | None:

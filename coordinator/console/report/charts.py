@@ -55,6 +55,8 @@ class Chart:
     first: int
     last: int
     """The iterations at the ends of the x axis."""
+    is_flat: bool = False
+    """Whether each line has one value in all iterations: its words say as much as its drawing."""
     fork: tuple[float, int] | None = None
     """Of a forked run: the x up to which the lines are those of the run that it comes from, and the
     iteration at which it was forked.
@@ -144,6 +146,7 @@ def chart(
         "; ".join(_words(label if len(lines) > 1 else "", points, unit) for label, points in lines),
         first,
         last,
+        is_flat=first < last and all(_is_flat(points) for _, points in lines),
     )
 
 
@@ -161,7 +164,12 @@ def _drawable(points: Points) -> Points:
 def _words(label: str, points: Points, unit: str) -> str:
     """`training 0.1 to 0.8`."""
     first, last = number_text(points[0][1]), number_text(points[-1][1])
-    return f"{label} {first} to {last}{unit}".strip() if len(points) > 1 else f"{label} {last}{unit}".strip()
+    return f"{label} {last}{unit}".strip() if _is_flat(points) else f"{label} {first} to {last}{unit}".strip()
+
+
+def _is_flat(points: Points) -> bool:
+    values = [value for _, value in points]
+    return max(values) - min(values) <= SAME * max(map(abs, values))
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -387,6 +387,15 @@ def test_what_a_fork_has_taken_over_is_veiled() -> None:
     assert curves.charts(lines, fork=9)[0].fork is None, "nothing of its own yet"
 
 
+def test_chart_whose_lines_never_change_is_a_line_of_text() -> None:
+    flat = chart(
+        "Clipped", "", " %", [("by the clip", [(1, 0.0), (2, 0.0)]), ("other", [(1, 3.0), (2, 3.0)])]
+    )
+    assert flat.is_flat and flat.summary == "by the clip 0 %; other 3 %"
+    assert not chart("Reward", "", "", [("training", [(1, 0.5), (2, 0.6), (3, 0.5)])]).is_flat
+    assert not chart("Reward", "", "", [("training", [(1, 0.5)])]).is_flat, "one iteration says nothing of it"
+
+
 def test_curves_of_two_runs_are_in_the_same_charts() -> None:
     sets = {"hard": {"reward": 0.5, "error": 0.1}}
     first = [{"iteration": n, "reward": 0.1 * n, "loss": 1.0, "policy_iteration": n - 1} for n in (1, 2)]

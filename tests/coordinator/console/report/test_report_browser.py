@@ -39,7 +39,7 @@ def test_page_loads_in_a_browser_without_a_word_and_shows_its_charts(
     page = write_report(run_dir.root, tmp_path / "page.html")
     for name, width, height, dark in (("desktop", 1280, 900, False), ("phone", 390, 844, True)):
         browser.open(page, width, height, dark)
-        assert min(browser.value(CHARTS)) >= 1 and len(browser.value(CHARTS)) == 12
+        assert min(browser.value(CHARTS)) >= 1 and len(browser.value(CHARTS)) == 11
         assert browser.value(DRAWN) > 60
         assert browser.value("document.querySelectorAll('.timeline').length") == 3
         assert browser.value("document.documentElement.scrollWidth") <= width, name

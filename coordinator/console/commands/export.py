@@ -68,6 +68,8 @@ def export(
             _copy(source, inside, {name: facts[name] for name in names})
             if merge:
                 inside = merge_adapter(inside, Path(temporary) / f"{target.name}.sum", dtype)
+                for name in (CARD, PROOF):  # of the base model, if that was exported too
+                    (inside / name).unlink(missing_ok=True)
                 names = sorted(
                     file.relative_to(inside).as_posix() for file in inside.rglob("*") if file.is_file()
                 )

@@ -87,6 +87,7 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
         assert json.loads((adapter / config.name).read_text())["base_model_name_or_path"] == "/on/a/node"
         out.mkdir()
         (out / "model.safetensors").write_text(str(dtype))
+        (out / "proof.json").write_text("of the base model, which was exported too")
         return subprocess.CompletedProcess(argv, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", merge)
@@ -99,6 +100,7 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
     assert (out / "model.safetensors").read_text() == "float16"
     assert "library_name: transformers" in (out / "README.md").read_text()
     assert tree(out) == {"model.safetensors", "README.md", "proof.json"}
+    assert "of the base" not in (out / "proof.json").read_text()
 
 
 def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:

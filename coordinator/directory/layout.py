@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -256,11 +257,11 @@ class RunDir:
     def run_json(self) -> Path:
         return self.root / "run.json"
 
-    @property
+    @cached_property  # it is asked for at each look
     def master(self) -> Path:
         return self.root / "protocol" / self.crew / "master"
 
-    @property
+    @cached_property  # it is asked for at each look
     def workers(self) -> Path:
         return self.root / "protocol" / self.crew / "workers"
 

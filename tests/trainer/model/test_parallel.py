@@ -60,7 +60,6 @@ FAMILIES = {
 """Whether rows hold several sequences of these models."""
 CASES = [
     {"name": "replicated", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
-    {"name": "sharded", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED},
     {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
     {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
     {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},

@@ -8,6 +8,9 @@ TRL_VENV := .venv-trl
 TRL_PYTHON := $(TRL_VENV)/bin/python
 MODELS := build/real/.fetched
 
+# Tests start some thousand processes, which must not compile the packages anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-vllm test-trl real check docs clean
 
 install: $(VENV)/.installed
@@ -20,21 +23,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	bash scripts/demo.sh
 
-# Tests start some thousand processes, which must not compile the packages anew; many wait for each other, or
-# for a limit to pass, so more of them run than there are cores.
+# Many tests wait for each other, or for a limit to pass, so more of them run than there are cores.
 test: install
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The trainer's tests of what its transformers computes and writes too: with that it trains on a GPU machine. Batches
 # and jobs reach nothing but torch, which is the same release. A file stays together, as its tests share a server.
 test-vllm: $(VLLM_VENV)/.installed
-	env -u PYTHONDONTWRITEBYTECODE $(VLLM_PYTHON) -m pytest -n 2 --dist loadfile \
+	$(VLLM_PYTHON) -m pytest -n 2 --dist loadfile \
 		tests/engines tests/cluster/test_vllm.py $(addprefix tests/trainer/,model checkpoint update)
 
+# Of 28,000 modules a few are imported: they are compiled then.
 $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PYTHON) -m pip install --quiet --no-deps --requirement requirements-vllm.txt
-	$(VLLM_PYTHON) -m pip install --quiet --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
+	$(VLLM_PYTHON) -m pip install --quiet --no-compile --no-deps --requirement requirements-vllm.txt
+	$(VLLM_PYTHON) -m pip install --quiet --no-compile --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
 	touch $@
 
 # .venv-trl is also what the benchmarks against TRL run in: scripts/bench/iteration.py and train_step.py.
@@ -43,8 +46,8 @@ test-trl: $(TRL_VENV)/.installed
 
 $(TRL_VENV)/.installed: pyproject.toml requirements-trl.txt
 	$(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_PYTHON) -m pip install --quiet --no-deps --requirement requirements-trl.txt
-	$(TRL_PYTHON) -m pip install --quiet --constraint requirements-trl.txt --editable .
+	$(TRL_PYTHON) -m pip install --quiet --no-compile --no-deps --requirement requirements-trl.txt
+	$(TRL_PYTHON) -m pip install --quiet --no-compile --constraint requirements-trl.txt --editable .
 	touch $@
 
 # Runs of real models; with vLLM too where that is installed.

@@ -93,7 +93,7 @@ def node(
     from rollout.processes.imports import importing
 
     with importing():
-        from coordinator.console.commands.machine import run_machine
+        from coordinator.console.commands.crews_here import run_machine
         from coordinator.console.views.terminal import live_view
         from coordinator.journal import logs
         from coordinator.main import run_node

@@ -28,8 +28,8 @@ from coordinator.node.messages import STARTED_BY
 from coordinator.node.node import Node
 from coordinator.phases.base_model import prepare_base_model
 from coordinator.phases.crews import is_finished, open_next
-from coordinator.phases.guest import Guest
-from coordinator.phases.guest_life import guest_life
+from coordinator.phases.guest_loop import guest_loop
+from coordinator.phases.guest_node import Guest
 from coordinator.phases.provenance import refuse_changed_code
 from coordinator.phases.table import run_iterations
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, PhaseEnded, TrainerFailed
@@ -40,9 +40,9 @@ from coordinator.protocol.snapshot import Board
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
-from coordinator.start.guest import start_guest
 from coordinator.start.request import StartRequest
 from coordinator.start.start import Start, start_master, start_worker
+from coordinator.start.start_guest import start_guest
 from coordinator.start.wait_for_master import PLACED
 from rollout.collect import AllGivenUp
 from rollout.engines.answers import EngineError
@@ -74,7 +74,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = 
     _allow_many_files()
     is_guest = start.rank >= GUESTS
     node = Guest(start) if is_guest else Node(start)
-    iterate = iterate or (guest_life if is_guest else run_iterations)
+    iterate = iterate or (guest_loop if is_guest else run_iterations)
     prefix.follow(node.position.prefix, node.position.doing)
     try:
         node.begin()

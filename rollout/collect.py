@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn, Self
 
-from rollout.blocking import end, interrupting
 from rollout.engines.client import EngineClient
 from rollout.environments.segments import Segment
 from rollout.environments.self_teacher import SelfTeacher
@@ -15,6 +14,7 @@ from rollout.group_maker import GroupMaker, Recipe
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Listed, Meter, Slot, Source
+from rollout.stuck_user_code import end, interrupting
 from rollout.tally import Tally
 from rollout.trajectory import Group
 

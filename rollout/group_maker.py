@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from rollout.blocking import end
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import finish_reason
@@ -20,6 +19,7 @@ from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
+from rollout.stuck_user_code import end
 from rollout.tally import Tally
 from rollout.tasks.task_set import TaskError
 from rollout.trajectory import Group, Sample, unfit

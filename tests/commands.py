@@ -19,9 +19,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from coordinator import cli, main
-from coordinator.console.commands import machine
+from coordinator.console.commands import crews_here
 
-IMPORTED = (cli, main, machine)
+IMPORTED = (cli, main, crews_here)
 """What a node imports first, so that its fork need not."""
 
 

@@ -8,5 +8,5 @@ from rollout import plugins
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have modules of the user's found, read and run by new processes, whatever earlier tests have loaded."""
     monkeypatch.setattr(plugins, "_searched", list[str]())
-    monkeypatch.setattr("rollout.processes.reward._pools", {})
+    monkeypatch.setattr("rollout.processes.killable_rewards._pools", {})
     plugins._source.cache_clear()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
-from coordinator.collector.work import Work
+from coordinator.collector.rest_of_order import Work
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Child, Children

@@ -19,7 +19,7 @@ from coordinator.directory.published import half_pictures
 from coordinator.directory.remover import Remover
 from coordinator.directory.sweeper import Sweeper
 from coordinator.journal.events import Events, about_this_process
-from coordinator.journal.trackers import About, Sinks
+from coordinator.journal.tracker_feed import About, Sinks
 from coordinator.machine import network
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
@@ -29,8 +29,8 @@ from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.flags import Flags, Payload
-from coordinator.node.guests import Guests
-from coordinator.node.hanging import end_children_if_calls_hang
+from coordinator.node.guest_list import Guests
+from coordinator.node.hung_calls import end_children_if_calls_hang
 from coordinator.node.identity import Identity
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining

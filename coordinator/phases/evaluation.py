@@ -6,7 +6,7 @@ from functools import partial
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.phases import eval_sets, trajectories
+from coordinator.phases import eval_sets, rollout_steps
 from coordinator.phases.collecting import collect_share
 from coordinator.phases.node_share import NamedSet, Share
 from coordinator.phases.provenance import OWN, agreed_functions, made_with
@@ -59,7 +59,7 @@ def decide_eval(node: Node, iteration: Iteration) -> Payload:
         slots = 0
     origin = made_with(iteration, "eval")
     quota, order = Quota(slots, slots), range(slots)
-    return {"slots": slots, **trajectories.plan(node, iteration, "eval", quota, origin, order)}
+    return {"slots": slots, **rollout_steps.plan(node, iteration, "eval", quota, origin, order)}
 
 
 def collect_eval(node: Node, iteration: Iteration) -> Payload | None:
@@ -96,7 +96,7 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
     if slots:
         # No flag names the parts: this client may believe what it listed before others had written theirs.
         node.watch.listings.list_anew(node.run_dir.trajectories("eval", iteration.number))
-        totals = trajectories.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)
+        totals = rollout_steps.sum_short(iteration.documents[Phase.EVAL_DECISION], payloads)
         origin, quota = made_with(iteration, "eval"), Quota(slots, slots)
         scores = partial(
             eval_sets.scores,
@@ -104,4 +104,4 @@ def aggregate_eval(node: Node, iteration: Iteration, payloads: dict[int, Payload
             settings=node.settings,
             inputs=node.identity.inputs,
         )
-        trajectories.aggregate(node, iteration, "eval", quota, origin, totals, {}, range(slots), scores)
+        rollout_steps.aggregate(node, iteration, "eval", quota, origin, totals, {}, range(slots), scores)

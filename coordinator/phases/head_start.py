@@ -21,7 +21,7 @@ from coordinator.machine.filesystems import find_mount
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.phases import collecting, rollout, trajectories
+from coordinator.phases import collecting, rollout, rollout_steps
 from coordinator.protocol.phase import Phase
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
@@ -52,8 +52,8 @@ def announce(node: Node, iteration: Iteration) -> Payload:
     opened = rollout.new_iteration(node, following, unknown)
     following.documents[Phase.ITERATION_START] = {"opened": opened}
     quota = resume.quota(opened)
-    plan = trajectories.split(node, following, "train", range(quota.needed), (), opened["tasks"])
-    begun = {"shares": trajectories.own_places(plan), "needed": {}, "short": 0, "kept": {}}
+    plan = rollout_steps.split(node, following, "train", range(quota.needed), (), opened["tasks"])
+    begun = {"shares": rollout_steps.own_places(plan), "needed": {}, "short": 0, "kept": {}}
     return {"next": {**rollout.described(opened, generates=True), "plan": begun}}
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.keeping.old_iterations import retire_iterations
-from coordinator.keeping.retention import retire_checkpoints, verify_last
+from coordinator.keeping.old_checkpoints import retire_checkpoints, verify_last
+from coordinator.keeping.old_trajectories import retire_iterations
 from coordinator.keeping.trainer_states import retire_states
 from coordinator.machine.gpus import count_gpus
 from coordinator.node.flags import Payload

@@ -18,11 +18,11 @@ from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
 from coordinator.keeping import policy_choice, resume
-from coordinator.keeping.retention import read_back
+from coordinator.keeping.old_checkpoints import read_back
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.phases import eval_sets, evaluation, trajectories
+from coordinator.phases import eval_sets, evaluation, rollout_steps
 from coordinator.phases.collecting import collect_share
 from coordinator.phases.node_share import Share
 from coordinator.phases.provenance import (
@@ -225,7 +225,7 @@ def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet among the nodes, by weight."""
     opened = iteration.opened
     origin = made_with(iteration, "train")
-    return trajectories.plan(node, iteration, "train", resume.quota(opened), origin, opened["tasks"])
+    return rollout_steps.plan(node, iteration, "train", resume.quota(opened), origin, opened["tasks"])
 
 
 def collect_train(node: Node, iteration: Iteration) -> Payload:
@@ -265,7 +265,7 @@ def _segment(iteration: Iteration, opened: Mapping[str, Any]) -> Segment:
 
 def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
     """Count the needed groups that are not made."""
-    return trajectories.sum_short(iteration.documents[Phase.TRAIN_PLAN], payloads)
+    return rollout_steps.sum_short(iteration.documents[Phase.TRAIN_PLAN], payloads)
 
 
 def name_parts(node: Node, iteration: Iteration) -> Payload:
@@ -286,4 +286,4 @@ def write_manifest(node: Node, iteration: Iteration) -> None:
     origin = made_with(iteration, "train")
     totals, named = documents[Phase.TRAIN_ROLLOUT], documents[Phase.TRAIN_FILES_READY]
     quota = resume.quota(opened)
-    trajectories.aggregate(node, iteration, "train", quota, origin, totals, named, opened["tasks"])
+    rollout_steps.aggregate(node, iteration, "train", quota, origin, totals, named, opened["tasks"])

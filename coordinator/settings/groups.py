@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field
 
-from coordinator.settings.ranges import parse_ranges
+from coordinator.settings.number_ranges import parse_ranges
 from rollout.engines.kinds.choice import VARIABLES
 from rollout.settings import NAME, Settings
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coordinator.settings.ranges import parse_ranges
+from coordinator.settings.number_ranges import parse_ranges
 
 Crew = Literal["main", "rollout", "train"]
 """The nodes that go through phases together: through all 14, or those that generate, and those that train."""

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from coordinator.directory.layout import RunDir
-from coordinator.machine.cores import measured_flops
+from coordinator.machine.cpu_speed import measured_flops
 from coordinator.machine.gpus import count_gpus, least_gpu_bytes, list_gpus
 from coordinator.machine.oddities import oddities
 from coordinator.settings.loading import show

@@ -13,7 +13,7 @@ from coordinator.start.refusals_of_tasks import look_at_text, refuse_unrendered
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.settings import TINY
 from rollout.storage.files import is_directory
-from rollout.tasks.row import HUB
+from rollout.tasks.file_kinds import HUB
 from rollout.tasks.task_set import TaskError
 
 

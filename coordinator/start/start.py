@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from coordinator.directory import published
 from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
-from coordinator.journal.trackers import check_sinks
+from coordinator.journal.tracker_feed import check_sinks
 from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
@@ -58,7 +58,7 @@ from rollout.environment_variables import is_utf8
 from rollout.plugins import with_whole_path
 from rollout.settings import JOIN, TINY
 from rollout.storage import files
-from rollout.tasks.rows import is_there
+from rollout.tasks.read_rows import is_there
 
 log = logging.getLogger(__name__)
 

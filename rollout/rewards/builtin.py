@@ -26,8 +26,8 @@ from rollout.plugins import (
     sources,
     title_of,
 )
+from rollout.processes.killable_rewards import LibraryReward, SyncReward
 from rollout.processes.pool import CallFailed, CallLost
-from rollout.processes.reward import LibraryReward, SyncReward
 from rollout.processes.reward_signatures import with_our_parameters
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from rollout.processes.reward import LibraryReward
+from rollout.processes.killable_rewards import LibraryReward
 from rollout.rewards.solutions import behind_mark
 from rollout.tasks.fields import name_of_answer
 

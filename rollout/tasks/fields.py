@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rollout.pictures import PictureError, pictures_in
+from rollout.tasks.file_kinds import Row
 from rollout.tasks.messages import (
     ANSWER,
     WORDS,
@@ -17,7 +18,6 @@ from rollout.tasks.messages import (
     without_answer,
 )
 from rollout.tasks.pictures import with_column
-from rollout.tasks.row import Row
 
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """The fields that may be a list of messages."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.pictures import MAX_BYTES, PictureError, check_picture, digest_of
-from rollout.processes.reward import missing
+from rollout.processes.killable_rewards import missing
 from rollout.storage import files, once
 
 _DATA = "data:"

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
+from rollout.processes.killable_rewards import LibraryReward, missing
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.processes.reward import LibraryReward, missing
 from rollout.tasks.parameters import parse
 
 SOURCE = "reasoning_gym:"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.processes.reward import missing
-from rollout.tasks.row import HUB, Row, RowError, hint_by_beginning
+from rollout.processes.killable_rewards import missing
+from rollout.tasks.file_kinds import HUB, Row, RowError, hint_by_beginning
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.storage import files
-from rollout.tasks.row import Row, RowError, hint_by_beginning
+from rollout.tasks.file_kinds import Row, RowError, hint_by_beginning
 
 _BOM = b"\xef\xbb\xbf"
 _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from rollout.plugins import search_here
+from rollout.processes.killable_rewards import missing
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.processes.reward import missing
 from rollout.tasks.parameters import SIZE, parse
 
 log = logging.getLogger(__name__)

@@ -171,13 +171,13 @@ def save(learner: Any, directory: Path) -> None:
     import torch
 
     from rollout.storage.writer import Writer
-    from trainer.checkpoint import hub_weights, state
+    from trainer.checkpoint import hub_files, state
     from trainer.checkpoint.outputs import Outputs
 
     directory.mkdir()
     began_s = time.perf_counter()
     with Writer(directory) as writer:
-        hub_weights.write_weights(learner, Outputs(writer), torch.bfloat16)
+        hub_files.write_weights(learner, Outputs(writer), torch.bfloat16)
         state.write_pieces(state.pieces(learner), writer)
         size = sum(facts["bytes"] for facts in writer.finish().values())
     report(checkpoint_gb=round(size * GB, 2), checkpoint_s=round(time.perf_counter() - began_s, 2))

@@ -24,7 +24,7 @@ from rollout.storage.files import checksums
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS
 from tests.cluster.weights import farthest, worst_logprob
-from tests.coordinator.journal.test_trackers import events
+from tests.coordinator.journal.test_tracker_feed import events
 from tests.engines.engines import Reference
 from trainer.checkpoint.merge import merge
 

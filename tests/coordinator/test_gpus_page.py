@@ -13,7 +13,7 @@ import pytest
 from coordinator.cli import main
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT
-from coordinator.journal.trackers import SINKS
+from coordinator.journal.tracker_feed import SINKS
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import metrics

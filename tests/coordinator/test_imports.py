@@ -40,7 +40,7 @@ FLOORS = (
     {"rollout.environments", "rollout.rewards", "rollout.engines.embedded"},
     {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.part_file", "rollout.quota"},
     {"rollout.processes", "rollout.sandbox", "rollout.storage", "rollout.trajectory", "rollout.settings"},
-    {"rollout.blocking", "rollout.plugins", "rollout.tally"},
+    {"rollout.stuck_user_code", "rollout.plugins", "rollout.tally"},
     {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin", "rollout.pictures"},
 )
 """The rooms of the house, from the top floor down. A file beside the folders of its package is a room too."""

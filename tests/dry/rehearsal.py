@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh  # isort: skip
 from torch.distributed.tensor import DTensor  # isort: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
-from trainer.checkpoint import hub_weights  # isort: skip
+from trainer.checkpoint import hub_files  # isort: skip
 from trainer.batch.batch import Batch, Counts  # isort: skip
 from trainer.batch.packing import Packing  # isort: skip
 from trainer.model import host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
@@ -112,11 +112,11 @@ SUMMED_ON: set[str] = set()
 
 def write(learner: model.Learner) -> None:
     """Write the weights to nowhere."""
-    patched: Any = hub_weights
+    patched: Any = hub_files
     patched.content_sum = lambda value: SUMMED_ON.add(value.device.type) or 0
     patched.gather_json = lambda share, _doing: [share]
     outputs: Any = SimpleNamespace(keeps=lambda _owner: True, add=lambda *_: None)
-    hub_weights.write_weights(learner, outputs, torch.bfloat16)
+    hub_files.write_weights(learner, outputs, torch.bfloat16)
 
 
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:

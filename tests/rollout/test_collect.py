@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout import blocking
+from rollout import stuck_user_code
 from rollout.collect import Collector, Stopped
 from rollout.engines.answers import EngineError, EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
@@ -420,7 +420,7 @@ def test_group_that_is_given_up_is_handed_over_once_however_often_the_collector_
 def test_environment_that_swallows_its_cancellation_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(blocking, "CANCEL_S", 0.05)
+    monkeypatch.setattr(stuck_user_code, "CANCEL_S", 0.05)
 
     async def stubborn(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
         for _ in range(2):
@@ -441,7 +441,7 @@ def test_environment_that_swallows_its_cancellation_is_named(
 def test_environment_that_never_lets_go_costs_its_group_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, catches: type[BaseException]
 ) -> None:
-    monkeypatch.setattr(blocking, "CANCEL_S", 0.05)
+    monkeypatch.setattr(stuck_user_code, "CANCEL_S", 0.05)
     still_there: list[bool] = []
 
     async def holds_on() -> None:
@@ -471,7 +471,7 @@ def test_environment_that_never_lets_go_costs_its_group_only(
 
 
 def test_loop_that_is_late_because_the_process_was_suspended_is_not_interrupted() -> None:
-    with blocking.interrupting(60.0, "group_timeout_s") as say_free:
+    with stuck_user_code.interrupting(60.0, "group_timeout_s") as say_free:
         for _ in range(2):
             signal.raise_signal(signal.SIGALRM)  # as when the process goes on after a long stop
             say_free()

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.environments.environment import resolve_environment
 from rollout.plugins import code_of
-from rollout.processes.reward import LibraryReward
+from rollout.processes.killable_rewards import LibraryReward
 from rollout.rewards.builtin import BUILT_IN, IN_PROCESSES, resolve_reward
 
 REWARD = "def score(task, completion):\n    return {value}\n"

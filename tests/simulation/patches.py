@@ -29,7 +29,7 @@ from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.phases import base_model
 from coordinator.settings.tree import RunSettings
-from coordinator.start import functions, guest
+from coordinator.start import functions, start_guest
 from coordinator.start import start as start_module
 from coordinator.start.functions import describe
 from coordinator.start.inputs import Inputs, load_inputs
@@ -148,7 +148,7 @@ def _own_directory(machines: Machines) -> Path:
 def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     """What is slow to make or to load."""
     patch.setattr(base_model, "_from_cache", lambda _node: model)
-    for module in (start_module, guest):
+    for module in (start_module, start_guest):
         patch.setattr(module, "load_inputs", _load_inputs_once)
     loader = SimpleNamespace(call=lambda kind, name, deadline_s: describe(kind, name), close=lambda: None)
     patch.setattr(functions, "ProcessPool", lambda *_, **_more: loader)

@@ -11,7 +11,7 @@ from coordinator.collector import claimed_slots as claimed
 from coordinator.directory import claims as claims_of_a_row
 from coordinator.directory.claims import TRIES, Claims, Shown
 from coordinator.node import node
-from coordinator.phases import trajectories
+from coordinator.phases import rollout_steps
 from rollout.engines.completion import Completion
 from rollout.origin import Sampling
 from rollout.storage import files
@@ -28,7 +28,7 @@ def test_only_what_a_killed_node_had_in_flight_is_asked_for_again(
 ) -> None:
     asked: dict[tuple[str, int | None], set[int]] = defaultdict(set)
     kept: list[int] = []
-    plan_kept, generate = trajectories._kept, EngineClient.generate
+    plan_kept, generate = rollout_steps._kept, EngineClient.generate
 
     def note_kept(*args: Any) -> dict[int, list[int]]:
         found = plan_kept(*args)
@@ -40,7 +40,7 @@ def test_only_what_a_killed_node_had_in_flight_is_asked_for_again(
         asked[str(prompt), sampling.seed].add(process.rank)
         return await generate(client, prompt, sampling)
 
-    monkeypatch.setattr(trajectories, "_kept", note_kept)
+    monkeypatch.setattr(rollout_steps, "_kept", note_kept)
     monkeypatch.setattr(EngineClient, "generate", note)
     for seed in range(3):
         happens = [Fault("kill", lost, 1, 2, 6 + seed, 3.0)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
-from coordinator.keeping import policy_choice, retention
+from coordinator.keeping import old_checkpoints, policy_choice
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import batch
@@ -91,9 +91,9 @@ def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
-    real = retention.kept
+    real = old_checkpoints.kept
     patch.setattr(
-        retention, "kept", lambda there, score, to_keep, least: real(there, score, to_keep, least - 1)
+        old_checkpoints, "kept", lambda there, score, to_keep, least: real(there, score, to_keep, least - 1)
     )
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from coordinator.collector import unfinished_samples
 from coordinator.directory import parts
 from coordinator.directory.layout import Flag, RunDir
-from coordinator.keeping import policy_choice, retention
+from coordinator.keeping import old_checkpoints, policy_choice
 from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phase import Phase
 from rollout.storage import files
@@ -267,12 +267,12 @@ def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
-    real = retention.kept
+    real = old_checkpoints.kept
 
     def kept(there: Sequence[int], score: Any, settings: Any, at_least: int) -> set[int]:
         return real(there, score, settings, at_least - 1)
 
-    patch.setattr(retention, "kept", kept)
+    patch.setattr(old_checkpoints, "kept", kept)
 
 
 def what_was_begun_is_forgotten(patch: pytest.MonkeyPatch) -> None:

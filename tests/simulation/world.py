@@ -16,8 +16,8 @@ from coordinator import main
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.phases import guest_life
-from coordinator.phases.guest import Guest
+from coordinator.phases import guest_loop
+from coordinator.phases.guest_node import Guest
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phase import Phase
@@ -295,7 +295,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patches.put_under(patch, self.machines, self._model)
             patch.setattr(Node, "step", self._watched_step(Node.step))
-            patch.setattr(guest_life, "_make", self._watched_visit(guest_life._make))
+            patch.setattr(guest_loop, "_make", self._watched_visit(guest_loop._make))
             for further in self.patches:
                 further(patch)
             yield

@@ -31,7 +31,7 @@ from rollout.engines.model_dir import (
 from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts
 from rollout.storage.writer import Writer, copy_of
-from trainer.checkpoint import hub_weights, state
+from trainer.checkpoint import hub_files, state
 from trainer.checkpoint.outputs import Outputs, finish_copy
 from trainer.checkpoint.probe import probe_document
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
@@ -188,7 +188,7 @@ def write(
         if steps and not request.delta:
             learner.written = {}
         elif steps:
-            hub_weights.write_deltas(learner, writer, weights)  # while all else is being written
+            hub_files.write_deltas(learner, writer, weights)  # while all else is being written
         shares = gather_json(writer.finish(), "writing the checkpoint")
     written: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
     document = SavedState(
@@ -272,9 +272,9 @@ def _write_model(
     adapters = hasattr(learner.model, "peft_config")
     weights: dict[str, dict[str, Tensor]] = {}
     if adapters:
-        hub_weights.write_adapter(learner, outputs, request.model_name, dtype)
+        hub_files.write_adapter(learner, outputs, request.model_name, dtype)
     else:
-        weights = hub_weights.write_weights(learner, outputs, dtype)
+        weights = hub_files.write_weights(learner, outputs, dtype)
     if not outputs.keeps(0):
         return weights
     base_dir = Path(request.base_dir)
@@ -282,7 +282,7 @@ def _write_model(
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
         with_generation = "generation_config.json" not in beside
-        hub_weights.write_config(learner.model, outputs, dtype, with_generation)
+        hub_files.write_config(learner.model, outputs, dtype, with_generation)
     for name in beside:
         if not (adapters and name == ADAPTER_CONFIG):
             outputs.add(name, files.read(base_dir / name))

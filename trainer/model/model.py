@@ -70,7 +70,7 @@ class Learner:
         self.written: dict[str, dict[str, Tensor]] = {}
         """What the files of weights hold that this rank has written last, by name, for deltas to them."""
         self.saved_as: dict[torch.dtype, Any] = {}
-        """What checkpoint.hub_weights has found out about writing its weights, by their dtype."""
+        """What checkpoint.hub_files has found out about writing its weights, by their dtype."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._host = HostMemory()

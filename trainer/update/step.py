@@ -23,7 +23,7 @@ from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE, STATS, WEIGHTS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, adapted_bonus, kl_estimate, policy_loss
-from trainer.update.pairs import mismatched, with_label_weights, with_pair_weights
+from trainer.update.preferences import mismatched, with_label_weights, with_pair_weights
 
 
 class TrainingDiverged(RuntimeError):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.commands.fork import by_iteration, fork, refuse_unfinished, summary
-from coordinator.console.views.ranges import iterations_text, listed
 from coordinator.console.views.rewards_before_after import BeforeAfter, table
 from coordinator.directory import parts, published
 from coordinator.directory.layout import RunDir
@@ -22,6 +21,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.keeping import resume
 from coordinator.settings import loading
+from coordinator.settings.number_ranges import iterations_text, listed
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.functions import load_functions
 from coordinator.start.inputs import load_inputs

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from coordinator.console.plan.measure import Findings, measure
 from coordinator.console.plan.propose import Device, Measured, Option, propose, rank_weights, slowness
-from coordinator.console.views.ranges import iterations_text, ranges
+from coordinator.settings.number_ranges import iterations_text, ranges
 from coordinator.settings.tree import SettingsError
 from trainer.memory import least_bytes
 

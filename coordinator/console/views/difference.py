@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.console.views.ranges import listed
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir
@@ -20,6 +19,7 @@ from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.loading import flatten, option_name, show
+from coordinator.settings.number_ranges import listed
 from coordinator.settings.tree import SettingsError
 from coordinator.start.start import last_start
 from rollout.storage import files

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.console.views.ranges import iterations_text
 from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
 from coordinator.directory.published import Incomplete
 from coordinator.machine.run_command import run_command, settings_of
 from coordinator.protocol.exits import OUTCOMES
+from coordinator.settings.number_ranges import iterations_text
 from coordinator.settings.tree import SettingsError
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from coordinator.console.views.crew_status import GOING
 from coordinator.console.views.heartbeats import is_number
-from coordinator.console.views.ranges import iterations_text
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
 from coordinator.node.position import GATHERING, UNITS
+from coordinator.settings.number_ranges import iterations_text
 
 NAMED = 3
 """At most this many of the ranks that are waited for are named."""

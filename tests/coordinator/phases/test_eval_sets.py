@@ -12,7 +12,7 @@ from coordinator.cli import main
 from coordinator.console.server.submission import _refuse_code
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
-from coordinator.keeping.retention import kept
+from coordinator.keeping.old_checkpoints import kept
 from coordinator.phases.eval_sets import scores
 from coordinator.settings import loading
 from coordinator.settings.fields import CheckpointSettings

@@ -11,7 +11,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.directory.published import Policy
 from coordinator.node.iteration import Iteration
-from coordinator.phases import evaluation, rollout, trajectories
+from coordinator.phases import evaluation, rollout, rollout_steps
 from coordinator.phases.provenance import origin_of
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
@@ -78,7 +78,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Run:
-    monkeypatch.setattr(trajectories, "plan", lambda *_about: {})
+    monkeypatch.setattr(rollout_steps, "plan", lambda *_about: {})
     caplog.set_level(logging.WARNING)
     return Run(tmp_path)
 
@@ -141,8 +141,8 @@ def test_parts_of_others_are_listed_anew_before_the_evaluation_is_summed_up(
     node = run.start()
     node.watch.listings = SimpleNamespace(list_anew=calls.append)
     monkeypatch.setattr(evaluation, "made_with", lambda *_about: None)
-    monkeypatch.setattr(trajectories, "sum_short", lambda *_about: {})
-    monkeypatch.setattr(trajectories, "aggregate", lambda *_about: calls.append("the manifest"))
+    monkeypatch.setattr(rollout_steps, "sum_short", lambda *_about: {})
+    monkeypatch.setattr(rollout_steps, "aggregate", lambda *_about: calls.append("the manifest"))
     documents = {Phase.ITERATION_START: {"opened": {}}, Phase.EVAL_DECISION: {"slots": 4}}
     evaluation.aggregate_eval(node, Iteration(1, documents=documents), {})
     assert calls == [run.run_dir.trajectories("eval", 1), "the manifest"]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.directory import parts
-from coordinator.journal.trackers import scalars
+from coordinator.journal.tracker_feed import scalars
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import metrics

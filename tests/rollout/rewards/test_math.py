@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.processes import reward as reward_module
+from rollout.processes import killable_rewards as reward_module
 from rollout.rewards.builtin import Reward, RewardError, resolve_reward, score
 from rollout.rewards.math import make_verifier
 from rollout.trajectory import Sample
@@ -101,7 +101,7 @@ def test_completion_that_takes_too_long_earns_nothing_and_is_said(
 ) -> None:
     assert scored(reward, "1", answer="1") == 1.0
     monkeypatch.setattr(reward_module, "DEADLINE_S", 0.5)
-    with caplog.at_level(logging.WARNING, "rollout.processes.reward"):
+    with caplog.at_level(logging.WARNING, "rollout.processes.killable_rewards"):
         assert scored(reward, HUGE, answer="1") == 0.0
     assert "task 't1': no answer within 0.5 s; reward 0" in caplog.text and HUGE in caplog.text
     monkeypatch.undo()

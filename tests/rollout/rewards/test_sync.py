@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.processes import reward as module
+from rollout.processes import killable_rewards as module
 from rollout.rewards.builtin import RewardError, resolve_reward, score
 from rollout.settings import RolloutSettings
 from tests.processes import is_schedulable

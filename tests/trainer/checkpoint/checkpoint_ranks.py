@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import FileFacts, checksums
 from trainer.batch.batch import Batch
-from trainer.checkpoint import checkpoint, hub_weights, state
+from trainer.checkpoint import checkpoint, hub_files, state
 from trainer.checkpoint.probe import probe_tokens
 from trainer.checkpoint.retrain import CheckpointError
 from trainer.checkpoint.state import StateSaver
@@ -223,8 +223,8 @@ def repeats_what_has_no_state() -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
-    hub_weights.WHOLE_BYTES = state.WHOLE_BYTES = 0  # also a tiny model is written by all
-    hub_weights.WORTH = 2.0  # in few steps at a high learning rate, hardly a number stays
+    hub_files.WHOLE_BYTES = state.WHOLE_BYTES = 0  # also a tiny model is written by all
+    hub_files.WORTH = 2.0  # in few steps at a high learning rate, hardly a number stays
     in_job("three", 3, uninterrupted)
     in_job("two", 2, go_on("sharded", "two_2", "main_1"))
     in_job("copies", 2, go_on("replicated", "copies_2", "main_1"))

@@ -22,7 +22,7 @@ from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
 from trainer import progress
 from trainer.batch.batch import Batch, build_batch
-from trainer.checkpoint import checkpoint, hub_weights, outputs, state
+from trainer.checkpoint import checkpoint, hub_files, outputs, state
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver, read_document
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
@@ -32,7 +32,7 @@ from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 
 CPU = torch.device("cpu")
-WORTH = hub_weights.WORTH
+WORTH = hub_files.WORTH
 
 
 def run_phase(learner: Learner, batch: Batch, request: TrainRequest) -> TrainResult:
@@ -277,7 +277,7 @@ def test_delta_makes_the_weights_of_those_before_and_stands_in_the_result(
     batch: Batch, make_request: Callable[..., TrainRequest], save_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if save_dtype == "float32":  # nearly every number changes
-        monkeypatch.setattr(hub_weights, "WORTH", 1.0)
+        monkeypatch.setattr(hub_files, "WORTH", 1.0)
     first = asked_for_delta(make_request(batch), save_dtype=save_dtype)
     learner = load_base(first)
     run_phase(learner, batch, first)
@@ -450,12 +450,12 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
     model.save_pretrained(tmp_path / "base")
     learner = build_learner(tmp_path / "base", CPU, TrainerSettings())
     (tmp_path / "shares").mkdir()
-    monkeypatch.setattr(hub_weights, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(hub_files, "WHOLE_BYTES", 0)
     for rank in range(3):
-        for module in (hub_weights, outputs):
+        for module in (hub_files, outputs):
             monkeypatch.setattr(module, "rank_and_world", lambda rank=rank: (rank, 3))
         with Writer(tmp_path / "shares") as written:
-            hub_weights.write_weights(learner, outputs.Outputs(written), torch.float32)
+            hub_files.write_weights(learner, outputs.Outputs(written), torch.float32)
             written.finish()
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
     found = tensor_names(tmp_path / "shares")

@@ -23,7 +23,7 @@ from coordinator.console.plan.propose import (
     rank_weights,
     seconds_each,
 )
-from coordinator.console.views.ranges import ranges
+from coordinator.settings.number_ranges import ranges
 from coordinator.settings.placement import crews_of, parse_place
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.plan.planned_run import END_S, LOAD_S, SLEEP_S, START_S, TOKENS, write_run

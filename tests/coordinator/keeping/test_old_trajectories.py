@@ -13,7 +13,7 @@ from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir, parse_iteration_name
 from coordinator.keeping import trainer_states
-from coordinator.keeping.old_iterations import retire_iterations
+from coordinator.keeping.old_trajectories import retire_iterations
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.policies import Policies

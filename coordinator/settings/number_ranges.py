@@ -1,4 +1,6 @@
-"""Numbers as a person types them: `0-3,8`."""
+"""Numbers as a person types and reads them: `0-3,8`."""
+
+from collections.abc import Iterable
 
 MOST = 1_000_000
 """No number is higher: a slip of the pen would fill the memory."""
@@ -21,3 +23,25 @@ def parse_ranges(text: str, noun: str) -> list[int]:
             raise ValueError(f"'{item}' ends before it begins; e.g. {end}-{first}")
         numbers += range(int(first), end + 1)
     return numbers
+
+
+def ranges(numbers: Iterable[int], between: str = "-") -> list[str]:
+    """Return ascending numbers as `1-4`, `7`; `between`: what stands between the ends of a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}{between}{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return ascending numbers in words: `1 to 4, 7`; `none`."""
+    return ", ".join(ranges(numbers, " to ")) or "none"
+
+
+def iterations_text(numbers: Iterable[int]) -> str:
+    """Name iterations: `iterations 1 to 4, 7`, `iteration 5`."""
+    text = listed(numbers)
+    return f"iteration{'' if text.isdecimal() else 's'} {text}"

@@ -12,9 +12,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from coordinator.directory.layout import GROUPS, RunDir
-from coordinator.journal import trackers
+from coordinator.journal import tracker_feed
 from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
-from coordinator.journal.trackers import About, Sinks, check_sinks, scalars
+from coordinator.journal.tracker_feed import About, Sinks, check_sinks, scalars
 from coordinator.settings.fields import MetricsSettings
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
@@ -95,9 +95,9 @@ def test_tracker_that_raises_is_said_once_and_the_others_go_on(
             raise ConnectionError(f"no route for iteration {iteration}")
 
     made: list[Recorded] = []
-    monkeypatch.setitem(trackers.SINKS, "trackio", (Broken, "json"))
+    monkeypatch.setitem(tracker_feed.SINKS, "trackio", (Broken, "json"))
     monkeypatch.setitem(
-        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+        tracker_feed.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
     )
     with caplog.at_level(logging.WARNING):
         both = Sinks(about(tmp_path, "trackio,wandb"))
@@ -118,7 +118,7 @@ def test_tracker_that_hangs_holds_neither_an_iteration_nor_the_end(
         def write(self, iteration: int, values: Mapping[str, float]) -> None:
             release.wait(60)
 
-    monkeypatch.setitem(trackers.SINKS, "wandb", (Hanging, "json"))
+    monkeypatch.setitem(tracker_feed.SINKS, "wandb", (Hanging, "json"))
     hanging = Sinks(about(tmp_path, "wandb"))
     hanging.write(LINES[:1])
     hanging.write(LINES[:4])
@@ -136,7 +136,7 @@ def test_run_without_trackers_starts_no_thread(tmp_path: Path) -> None:
 
 
 def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trackers.SINKS, "trackio", (Recorded, "no_such_module"))
+    monkeypatch.setitem(tracker_feed.SINKS, "trackio", (Recorded, "no_such_module"))
     with pytest.raises(SettingsError, match=r"metrics.sinks=trackio: .* pip install -e '\.\[trackio\]'"):
         check_sinks(MetricsSettings(sinks=("trackio",)))
 
@@ -148,7 +148,7 @@ def test_unknown_tracker_is_refused_with_those_that_there_are() -> None:
 
 
 def test_mlflow_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trackers.SINKS, "mlflow", (Recorded, "json"))
+    monkeypatch.setitem(tracker_feed.SINKS, "mlflow", (Recorded, "json"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(SettingsError, match="set the environment variable MLFLOW_TRACKING_URI"):
         check_sinks(MetricsSettings(sinks=("mlflow",)))
@@ -176,7 +176,7 @@ def test_first_groups_of_an_iteration_and_of_its_evaluation_are_sent_as_tables(
 ) -> None:
     made: list[Recorded] = []
     monkeypatch.setitem(
-        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+        tracker_feed.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
     )
     with_samples(tmp_path, 1, "train", groups=3)
     with_samples(tmp_path, 1, "eval", groups=1)
@@ -198,7 +198,7 @@ def test_first_groups_of_an_iteration_and_of_its_evaluation_are_sent_as_tables(
 def test_samples_stay_here_unless_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recorded] = []
     monkeypatch.setitem(
-        trackers.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
+        tracker_feed.SINKS, "wandb", (lambda told: made.append(Recorded(told)) or made[0], "json")
     )
     with_samples(tmp_path, 1, "train", groups=3)
     sinks = Sinks(about(tmp_path, "wandb"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.console.commands import machine
+from coordinator.console.commands import crews_here
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.directory.layout import RunDir
 from coordinator.journal.logs import Prefix
@@ -57,7 +57,7 @@ def test_node_whose_neighbour_may_not_start_is_told_once_and_ends_in_order(inter
                 return child
             return children.start(crew, [sys.executable, "-c", REFUSED])
 
-        assert machine._follow(start, ["rollout", "train"], interrupts) == [101, Exit.USAGE]
+        assert crews_here._follow(start, ["rollout", "train"], interrupts) == [101, Exit.USAGE]
 
 
 def request(root: Path, *place: str) -> StartRequest:
@@ -70,7 +70,7 @@ def newest(run_dir: RunDir) -> EpochRecord | None:
 
 
 @pytest.mark.parametrize(
-    ("where", "call"), [(placement_records, "publish_placement"), (machine, "move_away")]
+    ("where", "call"), [(placement_records, "publish_placement"), (crews_here, "move_away")]
 )
 def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old_crew(
     where: Any, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,8 +82,8 @@ def test_master_that_is_killed_while_it_places_devices_leaves_no_node_in_its_old
     with monkeypatch.context() as patch:
         patch.setattr(where, call, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            machine._place_devices(request(tmp_path, "rollout=0", "train=1"))
-    machine._place_devices(request(tmp_path, "rollout=0", "train=1"))
+            crews_here._place_devices(request(tmp_path, "rollout=0", "train=1"))
+    crews_here._place_devices(request(tmp_path, "rollout=0", "train=1"))
     assert placement_records.read_placement(tmp_path) == Placement(2, ("rollout=0", "train=1"))
     found = newest(old)
     assert found is not None and found.kind == "moved"
@@ -191,13 +191,13 @@ def test_crew_that_is_typed_and_is_not_there_is_one_line(
 def test_machine_looks_again_if_a_node_has_moved_unless_it_is_to_end(
     codes: list[int], is_interrupted: bool, outcome: Exit
 ) -> None:
-    assert machine._outcome(codes, is_interrupted) == outcome
+    assert crews_here._outcome(codes, is_interrupted) == outcome
 
 
 def test_node_that_does_not_see_that_its_neighbour_has_moved_is_told_to_end(
     interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "MOVE_S", 0.5)
+    monkeypatch.setattr(crews_here, "MOVE_S", 0.5)
     with Children() as children:
 
         def start(crew: Crew) -> Child:
@@ -207,7 +207,7 @@ def test_node_that_does_not_see_that_its_neighbour_has_moved_is_told_to_end(
                 pass
             return child
 
-        assert machine._follow(start, ["rollout", "train"], interrupts) == [101, Exit.MOVED]
+        assert crews_here._follow(start, ["rollout", "train"], interrupts) == [101, Exit.MOVED]
 
 
 def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(
@@ -216,11 +216,13 @@ def test_waiting_for_machines_ends_with_who_is_missing_and_the_command(
     placement = Placement(2, ("rollout=0", "train=1"))
     placement_records.publish_placement(tmp_path, placement)
     given = {"cluster.rejoin_timeout_s": 0.2}
-    assert machine._await_crews(request(tmp_path), given, placement) == Exit.LOST
+    assert crews_here._await_crews(request(tmp_path), given, placement) == Exit.LOST
     last = caplog.messages[-1]
     assert "waited 0 s for ranks 0, 1" in last and f"run --worker 1 --log-path {tmp_path}" in last
 
 
 def test_placement_that_changes_while_machines_are_awaited_is_looked_at_again(tmp_path: Path) -> None:
     placement_records.publish_placement(tmp_path, Placement(3, ("rollout=0", "train=1,2")))
-    assert machine._await_crews(request(tmp_path), {}, Placement(2, ("rollout=0", "train=1"))) == Exit.MOVED
+    assert (
+        crews_here._await_crews(request(tmp_path), {}, Placement(2, ("rollout=0", "train=1"))) == Exit.MOVED
+    )

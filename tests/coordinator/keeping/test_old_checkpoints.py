@@ -12,8 +12,8 @@ from coordinator.directory.background import Background
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
-from coordinator.keeping import policy_choice, retention
-from coordinator.keeping.retention import kept, old_copies, read_back, retire_checkpoints
+from coordinator.keeping import old_checkpoints, policy_choice
+from coordinator.keeping.old_checkpoints import kept, old_copies, read_back, retire_checkpoints
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -140,10 +140,10 @@ def test_next_start_reads_only_what_nobody_has_verified(
 
 def test_master_verifies_where_the_background_does_not_keep_up(run_dir: RunDir) -> None:
     node = node_at(run_dir)
-    publish(run_dir, *range(1, retention.UNVERIFIED + 3))
+    publish(run_dir, *range(1, old_checkpoints.UNVERIFIED + 3))
     assert removed(node) == []
     publish(run_dir, 8)
-    assert removed(node) == [*range(1, retention.UNVERIFIED + 2)], "8 was verified at once"
+    assert removed(node) == [*range(1, old_checkpoints.UNVERIFIED + 2)], "8 was verified at once"
     assert node.position.describe()["done"] >= 0
 
 
@@ -173,7 +173,7 @@ def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, numbe
     node.check = interrupted
     with pytest.raises(Ended, match="SIGINT"):
         if number == 1:
-            retention.verify_last(node, Iteration(1))
+            old_checkpoints.verify_last(node, Iteration(1))
         else:
             policy_choice.base_of(node, Iteration(2))
     assert published.names(run_dir.checkpoint(1)) and not node.policies.is_verified(1)
@@ -185,7 +185,7 @@ def test_only_the_last_iteration_waits_for_its_checkpoint_to_be_read(run_dir: Ru
     publish(run_dir, 1)
     for node.settings.iterations in (None, 2, 1):
         assert not node.policies.is_verified(1)
-        retention.verify_last(node, Iteration(1))
+        old_checkpoints.verify_last(node, Iteration(1))
     assert node.policies.is_verified(1)
 
 

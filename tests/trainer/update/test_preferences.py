@@ -15,7 +15,7 @@ from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model.model import Learner, build_learner
 from trainer.settings import TrainerSettings
-from trainer.update.pairs import mismatched
+from trainer.update.preferences import mismatched
 from trainer.update.step import StepStats, train
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from coordinator.node.flags import read_flag
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import evaluation, rollout
-from coordinator.phases.guest import Guest
+from coordinator.phases.guest_node import Guest
 from coordinator.phases.load_policy import serve
 from coordinator.protocol.exits import PhaseEnded
 from coordinator.protocol.phase import Phase
@@ -37,7 +37,7 @@ class Next(NamedTuple):
     phase: Phase
 
 
-def guest_life(node: Node) -> None:
+def guest_loop(node: Node) -> None:
     """Make groups of one rollout after the other, as long as the epoch lasts."""
     guest = cast("Guest", node)
     while True:

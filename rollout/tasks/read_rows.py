@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout.storage import files
-from rollout.tasks.row import HUB, TABLES, Row, RowError, kind
+from rollout.tasks.file_kinds import HUB, TABLES, Row, RowError, kind
 from rollout.tasks.table_rows import read_arrow, read_hub, read_parquet
 from rollout.tasks.text_rows import read_csv, read_json
 

@@ -29,6 +29,11 @@ def pytest_configure() -> None:
         settings.load_profile("flagpost")
 
 
+def pytest_collectstart() -> None:
+    """Leave the garbage while tests are collected: a third of that was to look for some."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal the tests out to the processes of pytest-xdist; see order.py."""
     if processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -39,3 +44,4 @@ def pytest_collection_finish() -> None:
     """Have the garbage collector pass over what lasts as long as the tests: they and all that is imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -51,8 +51,7 @@ from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.oddities import has_semaphores
 from coordinator.settings.groups import GroupSettings
-from rollout.engines.kinds.kind import SOCKET_BYTES
-from rollout.engines.kinds.vllm import RPC_BYTES
+from rollout.engines.kinds.kind import OWN_SOCKETS_BYTES, SOCKET_BYTES
 from trainer.job import forks
 from trainer.job.launch import LAUNCHER, READ_AT_IMPORT
 
@@ -357,7 +356,8 @@ def as_fork(argv: Sequence[str], groups: str) -> Sequence[str]:
 
 def _new_spool() -> Path:
     """Make a directory that only this user can enter, and where the paths of engines' sockets fit."""
-    long = len(os.fsencode(tempfile.gettempdir())) > SOCKET_BYTES - RPC_BYTES - len("/flagpost-12345678")
+    longest = SOCKET_BYTES - OWN_SOCKETS_BYTES - len("/flagpost-12345678")
+    long = len(os.fsencode(tempfile.gettempdir())) > longest
     return Path(tempfile.mkdtemp(prefix="flagpost-", dir="/tmp" if long else None))
 
 

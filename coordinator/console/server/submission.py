@@ -254,7 +254,7 @@ def _refuse_code(settings: RunSettings) -> None:
                 f"{option} {name} runs code or asks another server, and this server lets no client do so "
                 "(run serve --allow-code)"
             )
-    accounts = sorted({"wandb", "trackio", "mlflow"} & set(settings.metrics.sinks))
+    accounts = sorted({*settings.metrics.sinks} - {"tensorboard"})
     for name, is_set, effect in (
         ("engine.args", settings.engine.args, "can name programs"),
         ("cluster.groups", settings.cluster.groups, "can name programs"),

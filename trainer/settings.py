@@ -65,11 +65,11 @@ class TrainerSettings(Settings):
         "pair",
         "label",
     ] = "centred"
-    """How a reward r becomes an advantage: r - mean of its group; the same over the group's standard
-    deviation; r - mean of the others; r - mean over the mean (rewards from 0 up); r - mean of its group,
-    whitened over the tokens of the batch; the weighted sum of several rewards, each standardised within its
-    group, and then in the batch (decoupled); 1 for every sample; 0 for every sample; only the best and the
-    worst sample of a group are trained, as a pair (`pair_beta`); 1 for a reward above 0, else -1 (label)."""
+    """How a reward r becomes an advantage. centred: r - mean of its group; standardised: that over the
+    group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
+    (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
+    several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
+    pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1."""
     credit: Literal["sample", "turn"] = "sample"
     """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
     turns."""
@@ -83,9 +83,9 @@ class TrainerSettings(Settings):
     ratio: Literal["token", "sequence"] = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
     clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"] = "ppo"
-    """What is done with the ratio: PPO's clip; PPO's clip with a floor (`dual_clip`); CISPO's clip; SAPO's
-    gate; GMPO's geometric mean of clipped ratios; DPPO's bounds of the probability; nothing; or no ratio at
-    all, A log pi (likelihood)."""
+    """What is done with the ratio. ppo: PPO's clip; dual: that with a floor (`dual_clip`); cispo: CISPO's
+    clip; soft: SAPO's gate; geometric: GMPO's mean of clipped ratios; divergence: DPPO's bounds of the
+    probability; none: nothing; likelihood: there is no ratio, A log pi."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
@@ -95,11 +95,11 @@ class TrainerSettings(Settings):
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
     aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
-    """Mean over all tokens of an optimizer step; mean over sequences of the mean, or of the sum, over their
-    tokens; the sum over sequences and tokens, divided by sequences x rollout.max_tokens."""
+    """token: mean over all tokens of an optimizer step; sequence, sum: mean over sequences of the mean, or
+    the sum, over their tokens; constant: the sum over all, divided by sequences x rollout.max_tokens."""
     engine_correction: Literal["off", "truncated", "masked"] = "truncated"
-    """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine: none; min(w,
-    cap); w, but 0 above the cap or below its inverse."""
+    """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine. off: 1;
+    truncated: min(w, cap); masked: w, but 0 above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
     """The largest weight of `engine_correction`."""
     engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
@@ -110,8 +110,8 @@ class TrainerSettings(Settings):
     kl_to: Literal["base", "teacher"] = "base"
     """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
     kl_in: Literal["loss", "token_reward", "reward"] = "loss"
-    """Where `kl` goes: added to the loss of each token (GRPO); taken from the reward of each token, and so
-    from the advantages of those up to it (PPO); its sum taken from the sample's reward (RLOO)."""
+    """Where `kl` goes. loss: added to that of each token (GRPO); token_reward: taken from the reward of each
+    token, and so from the advantages of those up to it (PPO); reward: its sum, from the sample's (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0

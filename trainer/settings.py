@@ -69,7 +69,7 @@ class TrainerSettings(Settings):
     group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
     (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
     several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
-    pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1."""
+    pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
     credit: Literal["sample", "turn"] = "sample"
     """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
     turns."""

@@ -1,4 +1,8 @@
-"""The chunks of guests, in the collectors of those who rest on them: the guest's own, and the nodes'."""
+"""The chunks that guests make, as two collectors see them.
+
+A guest's own says in claims/ which of its chunks are made, and in which parts (OwnChunks). The master's waits
+for them, counts them with what the nodes make, and gives back those of a guest that is gone (GuestChunks).
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -40,7 +44,7 @@ class Contribution:
 
 @dataclass
 class FromGuests:
-    """What a node rests on in a phase that guests have made."""
+    """What guests have contributed to a phase, as the master's flag says it."""
 
     parts: dict[str, str] = field(default_factory=dict[str, str])
     timings: dict[str, tuple[dict[str, float], int]] = field(

@@ -1,4 +1,9 @@
-"""The rest of an order when a collector has ended in it. Pure."""
+"""What is left of an order when a collector has died: what the next one is asked to make. Pure.
+
+A node orders a share once, and may need several collectors for it. Of slots 0 to 7, say, 0 and 1 are durable
+and 2 and 3 were being made when the first one died: the next is asked for 2 to 7. If that dies too, the slots
+that were in flight both times are made one at a time, and one that ends a collector alone is given up.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -8,7 +8,8 @@
 A claim is made once, so a chunk has one owner, whom its content names. Nothing rests on it but the balance: a
 chunk whose claim nobody knows to be theirs is planned anew with what else is missing.
 
-Nothing is removed to give a chunk back: it has another number then, as if there were as many chunks again.
+Nothing is removed to give a chunk back: it is claimed by another number then. Of 20 chunks, chunk 17 is back
+when b000017 is there, and is claimed as c000037, and if that comes back as c000057.
 """
 
 import json

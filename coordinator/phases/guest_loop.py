@@ -31,7 +31,9 @@ COLLECTS = {
 
 
 class Next(NamedTuple):
-    """What a guest does next: makes groups by the plan of a phase, or loads a new policy (CHECKPOINT)."""
+    """What a guest does next. `phase` is that of the master's newest flag: a plan, by which it makes groups,
+    or CHECKPOINT, whose policy it loads.
+    """
 
     iteration: int
     phase: Phase
@@ -39,7 +41,7 @@ class Next(NamedTuple):
 
 def guest_loop(node: Node) -> None:
     """Make groups of one rollout after the other, as long as the epoch lasts."""
-    guest = cast("Guest", node)
+    guest = cast("Guest", node)  # `live` takes one function for nodes and guests
     while True:
         guest.position.move("running", waiting_for=[MASTER])
         following = guest.flags.wait_until(lambda board: _next(guest, board))

@@ -1,7 +1,7 @@
-"""A head start: while the new checkpoint becomes durable (phase 11), nodes make groups of the next iteration.
+"""A head start: nodes make groups of the next iteration while the checkpoint becomes durable (CHECKPOINT).
 
-Phase 9 says what the next iteration will be, in so far as it follows from what is published, and which slots
-each node begins with. The trainers copy the new policy to each node before they write the checkpoint. The
+TRAIN_CONFIG says what that will be, in so far as it follows from what is published, and which slots each node
+begins with. The trainers copy the new policy to each node before they write the checkpoint. The
 node's engine loads that copy, and the groups are made with it, but nothing of them is published: until the
 checkpoint is, the next iteration has no iteration.json, no claims and no parts. What is in flight then goes
 on when its phase begins, as it does from one epoch to the next; if the iteration has become another one, it

@@ -1,4 +1,4 @@
-"""Notice a mount that shows others' names late whatever this node does, as one with rclone's caches does.
+"""Notice a mount that shows the files of other nodes late whatever this node does, as rclone's caches do.
 
 rclone keeps a listing for `--dir-cache-time`, and puts what its own client makes into it: neither a name of
 ours nor a look at a name makes it ask anew. Heartbeats come at a known pace, so a listing that shows several

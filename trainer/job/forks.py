@@ -1,10 +1,10 @@
-"""Import what programs import once on a machine, and fork them from that.
+"""Import once on a machine what programs import, and fork them: each engine, torchrun agent, trainer
+and check of a model would spend 2 to 5 s of CPU on torch and transformers, each collector 0.3 s on the rest.
 
     python -P -m trainer.job.forks SOCKET MODULE...                     the server of these programs
     python -I -S forks.py SOCKET GROUPS PYTHON -P -m MODULE ARG...      a client, in place of the program
 
-`run local` starts servers, so that its nodes share the imports: each engine, torchrun agent, trainer and
-check of a model would spend 2 to 5 s of CPU on them, each collector 0.3 s. A client hands its descriptors,
+`run local` starts servers, so that its nodes share the imports. A client hands its descriptors,
 its directory, its environment and the command to the server. The server's fork begins a session, and makes a
 file named by its process group in the directory GROUPS, as LAUNCHER does (trainer.job.launch), before it
 calls `main` of MODULE. The client lives as long as its fork, passes SIGTERM on to it, and ends as it ends.

@@ -22,7 +22,7 @@ MEANINGS = {
     "other": "beginning and ending iterations",
     WAITING: "for other nodes",
     OTHER_CREW: "waiting, between two iterations, for what the other crew publishes",
-    BROKEN: "rows that a fault broke off, and until the run went on",
+    BROKEN: "phases that a fault broke off, and until the run went on",
 }
 
 WRITTEN, TRAINS = "checkpoint_seconds", Phase.TRAINING.label

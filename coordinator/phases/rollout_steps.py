@@ -154,8 +154,7 @@ def aggregate(
     directory = node.run_dir.trajectories(kind, iteration.number)
     named = {**totals["named"], **named}
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
-    if kind == "train":
-        _refuse_tombstones_alone(document)
+    _refuse_tombstones_alone(document)
     history = node.histories[kind]
     tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
     costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))

@@ -100,7 +100,16 @@ def evaluate(
         print("\n".join([f"checkpoint {model}", "", *_table(scores)]))
         if where:
             print(f"\nsamples    run report --log-path {where}")
-    return code
+    return exit_code(scores)
+
+
+def exit_code(scores: Mapping[str, Mapping[str, Any]]) -> Exit:
+    """Return the exit code of an evaluation that has come to its end, and say which sets have no score."""
+    without = [name for name, entry in scores.items() if "reward" not in entry]
+    if without:
+        text = f"run: no score of {', '.join(without)}: all samples were lost, for the reasons above"
+        print(text, file=sys.stderr)
+    return Exit.FAILED if without else Exit.DONE
 
 
 def _settings(root: Path | None, overrides: Mapping[str, Any]) -> RunSettings:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.history import History
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.node.iteration import Iteration
 from coordinator.phases import rollout_steps
@@ -48,8 +48,8 @@ def iteration() -> Iteration:
     return Iteration(1, documents={Phase.ITERATION_START: {"policy": POLICY, "opened": {}, "code": {}}})
 
 
-def finish(node: Any, *groups: Group) -> None:
-    writer = PartWriter(node.run_dir, "train", 1, 0, 2, ORIGIN)
+def finish(node: Any, *groups: Group, kind: Kind = "train") -> None:
+    writer = PartWriter(node.run_dir, kind, 1, 0, 2, ORIGIN)
     for each in groups:
         writer.add(each)
     writer.flush()
@@ -141,6 +141,16 @@ def test_what_the_nodes_have_made_is_joined() -> None:
     said[0]["from_guests"] = {"parts": {"r1000": "sha"}, "timings": {"1000": made}}
     totals = rollout_steps.sum_short({"short": 0}, said)
     assert totals == {"short": 0, "made": {"0": made, "1000": made}, "named": {"r1000": "sha"}}
+
+
+def test_evaluation_of_which_every_group_is_given_up_ends_the_run_too(
+    node: Any, iteration: Iteration
+) -> None:
+    files.make_directory(node.run_dir.trajectories("eval", 1))
+    finish(node, tombstone(0), kind="eval")
+    totals = {"short": 0, "made": {}, "named": {}}
+    with pytest.raises(AllGivenUp, match="all 1 groups were given up"):
+        rollout_steps.aggregate(node, iteration, "eval", Quota(1, 1), ORIGIN, totals, {}, range(1))
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -22,6 +22,7 @@ from coordinator.settings.tree import RunSettings
 from rollout.engines.kinds.choice import engine_kind
 from rollout.storage import files
 from rollout.storage.lines import append_line
+from trainer.statistics import BY_SOURCE
 
 log = logging.getLogger(__name__)
 
@@ -230,13 +231,16 @@ def _rewards_by_source(
     }
 
 
-def _trained_by_source(trained: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return what training has measured for each source of tasks, by the name of the metric."""
-    measured: dict[str, dict[str, float]] = {}
-    for key, value in trained.items():
-        name, is_of_source, source = key.partition("_by_source.")
-        if is_of_source:
-            measured.setdefault(f"{name}_by_source", {})[source] = value
+def _trained_by_source(trained: Mapping[str, float]) -> dict[str, dict[str, float] | None]:
+    """Return what training has measured for each source of tasks, by the name of the metric; None for what it
+    has not.
+    """
+    measured: dict[str, dict[str, float] | None] = {}
+    for name in (f"{statistic}_by_source" for statistic in BY_SOURCE):
+        of_sources = {
+            key.removeprefix(f"{name}."): trained[key] for key in trained if key.startswith(f"{name}.")
+        }
+        measured[name] = of_sources or None
     return measured
 
 

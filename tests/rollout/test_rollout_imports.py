@@ -21,7 +21,7 @@ LIGHT = [
     "rewards.builtin",
     "rewards.math",
     "processes.pool",
-    "processes.reward",
+    "processes.killable_rewards",
     "settings",
     "tasks.reasoning_gym",
     "tasks.sampling",

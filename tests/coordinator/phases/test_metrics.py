@@ -87,6 +87,8 @@ def test_training_is_told_by_source_whatever_the_source_is_called() -> None:
     assert metrics._trained_by_source(trained) == {
         "loss_by_source": {"a.b": 0.25, "math": 1.0},
         "entropy_by_source": {"a.b": 2.0},
+        "kl_engine_by_source": None,
+        "kl_reference_by_source": None,
     }
 
 

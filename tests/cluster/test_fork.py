@@ -51,7 +51,7 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
     lines, _ = describe_difference(parent, other.root)
     page = write_comparison(parent, other.root, lines, other.root.with_name("page.html")).read_text()
     assert f"<li>A: {parent}</li>" in page and 'aria-label="Reward: A training' in page
-    assert "they part in iteration 4, row 2 (train_rollout): task " in printed
+    assert "they part in iteration 4, phase 2 (train_rollout): task " in printed
     assert " against 0.5, for the same text " in printed
     assert (
         "setting --reward: tests.cluster.plugins:digits against tests.cluster.plugins:constant\n" in printed

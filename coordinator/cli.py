@@ -247,7 +247,7 @@ def _show(request: "StartRequest", looks: bool) -> int:
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     if looks and request.rank == 0:  # a worker takes its settings from the master
-        from coordinator.start.named import check_named
+        from coordinator.start.dry_run import check_named
 
         if fetched := check_named(settings, overrides):
             print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)

@@ -8,8 +8,8 @@ from coordinator.directory.layout import RunDir
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start import estimate
+from coordinator.start.dry_run import check_named
 from coordinator.start.inputs import STATE_BYTES, base_model_dir
-from coordinator.start.named import check_named
 from coordinator.start.run_json import chosen_save_interval, with_save_interval
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters

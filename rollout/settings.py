@@ -4,6 +4,7 @@ import copy
 import re
 import urllib.parse
 from collections.abc import Mapping
+from enum import Enum
 from functools import partial
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -41,6 +42,25 @@ class Settings(BaseModel):
     """One part of the settings tree, frozen; an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Mark(Enum):
+    """What holds for a setting, said where the setting is, in its annotation; see `marked`."""
+
+    SHAPES_BATCH = "the training batch depends on it"
+    PER_MACHINE = "a worker's own value holds for its machine, and contradicts nothing"
+    PER_GUEST = "a guest may have its own value, too: it changes no sample"
+
+
+def marked(settings: type[Settings], *marks: Mark) -> list[str]:
+    """Return the settings of a tree that have one of these marks, as a person types them."""
+    names: list[str] = []
+    for name, field in settings.model_fields.items():
+        below = field.annotation
+        if isinstance(below, type) and issubclass(below, Settings):
+            names += [f"{name}.{inner}" for inner in marked(below, *marks)]
+        names += [name] if {*marks} & {each for each in field.metadata if isinstance(each, Mark)} else []
+    return names
 
 
 def nested(name: str, table: Any) -> Any:
@@ -107,7 +127,7 @@ class RolloutSettings(Settings):
     """What the model sees of earlier turns behind an agent's base_url. sampled: the tokens as they were
     sampled. template: what the chat template makes of the messages; if that has another beginning, a new
     sample begins."""
-    concurrency: Annotated[int, Field(ge=1)] | None = None
+    concurrency: Annotated[Annotated[int, Field(ge=1)] | None, Mark.PER_GUEST] = None
     """Most samples that one node generates at the same time. null: as many as its engine can, which are
     vLLM's `max_num_seqs` for each replica, or `engine.max_batch`."""
     claims: bool | None = None
@@ -282,13 +302,13 @@ class EngineSettings(Settings):
 
     kind: Literal["auto", "vllm", "torch"] = "auto"
     """auto: vLLM where it is installed and finds a GPU, else torch, the embedded engine."""
-    url: str | None = None
+    url: Annotated[str | None, Mark.PER_MACHINE] = None
     """Base URL, without /v1, of a server that the user runs; a run never starts or stops it."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Number type of the embedded engine. float64: a sample does not depend on the rest of its batch."""
-    max_batch: Annotated[int, Field(ge=1)] = 256
+    max_batch: Annotated[int, Field(ge=1), Mark.PER_GUEST] = 256
     """Sequences that the embedded engine decodes together."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    tensor_parallel_size: Annotated[Annotated[int, Field(ge=1)] | None, Mark.PER_GUEST] = None
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas. null: the fewest
     that hold the weights in 0.6 of their memory."""
     sleep: Literal[1, 2, "restart"] | None = None
@@ -307,7 +327,7 @@ class EngineSettings(Settings):
     while it generates."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a node starts a server that died again within one rollout."""
-    args: dict[str, Any] = {}
+    args: Annotated[dict[str, Any], Mark.PER_GUEST] = {}
     """Further arguments of `vllm serve`."""
 
     @field_validator("url")

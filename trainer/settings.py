@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollout.settings import Settings, nested
+from rollout.settings import Mark, Settings, nested
 from trainer.algorithms import PRESETS
 
 CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
@@ -53,27 +53,30 @@ class TrainerSettings(Settings):
     algorithm: str = "default"
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
-    advantage: Literal[
-        "centred",
-        "standardised",
-        "leave_one_out",
-        "success",
-        "whitened",
-        "decoupled",
-        "one",
-        "zero",
-        "pair",
-        "label",
+    advantage: Annotated[
+        Literal[
+            "centred",
+            "standardised",
+            "leave_one_out",
+            "success",
+            "whitened",
+            "decoupled",
+            "one",
+            "zero",
+            "pair",
+            "label",
+        ],
+        Mark.SHAPES_BATCH,
     ] = "centred"
     """How a reward r becomes an advantage. centred: r - mean of its group; standardised: that over the
     group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
     (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
     several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
     pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
-    credit: Literal["sample", "turn"] = "sample"
+    credit: Annotated[Literal["sample", "turn"], Mark.SHAPES_BATCH] = "sample"
     """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
     turns."""
-    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
     """What the next turn's return counts for; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
@@ -105,43 +108,43 @@ class TrainerSettings(Settings):
     engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
     """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
     this or below its inverse, e.g. 1.01; null: none."""
-    kl: Literal["off", "k1", "k2", "k3"] = "off"
+    kl: Annotated[Literal["off", "k1", "k2", "k3"], Mark.SHAPES_BATCH] = "off"
     """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
-    kl_to: Literal["base", "teacher"] = "base"
+    kl_to: Annotated[Literal["base", "teacher"], Mark.SHAPES_BATCH] = "base"
     """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
-    kl_in: Literal["loss", "token_reward", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "token_reward", "reward"], Mark.SHAPES_BATCH] = "loss"
     """Where `kl` goes. loss: added to that of each token (GRPO); token_reward: taken from the reward of each
     token, and so from the advantages of those up to it (PPO); reward: its sum, from the sample's (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """What `kl` is multiplied by."""
-    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    entropy_bonus: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 0.0
     """How much of the policy's entropy, a mean over the trained tokens, the loss falls by (A3C, arXiv
     1602.01783), e.g. 0.001; 0: nothing."""
-    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    entropy_target: Annotated[Annotated[float, Field(gt=0)] | None, Mark.SHAPES_BATCH] = None
     """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
     `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
     """See `entropy_target`."""
-    keep_flat_groups: bool = False
+    keep_flat_groups: Annotated[bool, Mark.SHAPES_BATCH] = False
     """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
     computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
     trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
-    overlong: Literal["keep", "penalise", "drop"] = "keep"
+    overlong: Annotated[Literal["keep", "penalise", "drop"], Mark.SHAPES_BATCH] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
-    overlong_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
+    overlong_buffer: Annotated[float, Field(gt=0, le=1), Mark.SHAPES_BATCH] = 0.2
     """See `overlong`; a fraction of rollout.max_tokens."""
-    reward_threshold: float | None = None
+    reward_threshold: Annotated[float | None, Mark.SHAPES_BATCH] = None
     """Train only on samples with this reward or more; null: on all."""
     sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
         Field(default={})
     )
     """What differs for tasks of a source: see `trainer.sources.NAME`."""
-    max_off_policy_steps: Annotated[int, Field(ge=0)] | None = None
+    max_off_policy_steps: Annotated[Annotated[int, Field(ge=0)] | None, Mark.SHAPES_BATCH] = None
     """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
-    replay_window: Annotated[int, Field(ge=1)] = 1
+    replay_window: Annotated[int, Field(ge=1), Mark.SHAPES_BATCH] = 1
     """Draw a batch from the groups of this many iterations, this one included; 1: on-policy."""
-    replay_power: Annotated[float, Field(ge=0)] = 1.0
+    replay_power: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 1.0
     """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -196,9 +199,9 @@ class TrainerSettings(Settings):
     then repeats the steps of up to n iterations, from their batches. null: the run's first start chooses 10
     for a state above 20 GB, 2 above 1 GB, else 1; it is 1 with keep_alive=false."""
 
-    processes_per_node: Annotated[int, Field(ge=0)] = 0
+    processes_per_node: Annotated[int, Field(ge=0), Mark.PER_MACHINE] = 0
     """Training processes of a node; 0: one per GPU, or one on a machine without GPUs."""
-    threads_per_process: Annotated[int, Field(ge=0)] = 0
+    threads_per_process: Annotated[int, Field(ge=0), Mark.PER_MACHINE] = 0
     """CPU threads of a training process without a GPU; 0: the processes of a machine share its cores."""
     keep_alive: bool = True
     """Keep the training job between iterations; false: launch a new one for each."""

@@ -18,10 +18,11 @@ from coordinator.protocol.phase import Phase
 from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
 from rollout.rewards.builtin import weights_by_title
+from rollout.settings import Mark, marked
 from rollout.storage import files, once
 from rollout.tasks.task_set import TaskSet, group_seed
 from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
-from trainer.batch.selection import SHAPING
+from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def ensure_batch(
 def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
     """Return what a batch depends on, as JSON has it; the manifests have the sampling."""
     trainer = settings.trainer.model_dump(mode="json")
-    shaping = {f"trainer.{name}": trainer[name] for name in SHAPING}
+    shaping = {f"trainer.{name}": trainer[name] for name in marked(TrainerSettings, Mark.SHAPES_BATCH)}
     if trainer["sources"]:
         shaping |= {
             "trainer.sources": trainer["sources"],

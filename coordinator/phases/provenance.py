@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from coordinator.directory import published
@@ -22,22 +22,20 @@ from coordinator.start.functions import Functions, load_functions
 from coordinator.start.inputs import Inputs, difference
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.part_file import DamagedPart, PartHeader, decode_part
-from rollout.settings import SELF
+from rollout.settings import SELF, EvalSettings
 from rollout.storage import files
 
 KINDS: tuple[Kind, ...] = ("train", "eval")
 OWN = ""
 """In the place of a set's name: the reward and the environment of training and of --eval-tasks."""
 SAMPLING = {
-    "n": "samples_per_task",
-    **{name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")},
-    **{
-        name: name for name in ("tool_parser", "chat_template", "reasoning_end", "thinking_tokens", "history")
-    },
+    field.name: {"n": "samples_per_task"}.get(field.name, field.name)
+    for field in fields(Sampling)
+    if field.name not in ("seed", "more")  # a group's own, a request's own
 }
 """The settings of sampling, by the field of Sampling."""
-EVAL_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Those that an evaluation has for itself."""
+EVAL_SAMPLING = [name for name in SAMPLING if name in EvalSettings.model_fields and name != "max_tokens"]
+"""Those that an evaluation has for itself, but for `max_tokens`, which is that of training by default."""
 _BEFORE = Sampling()
 """What holds for a field that an older iteration.json has not."""
 

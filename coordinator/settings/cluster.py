@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from coordinator.settings.groups import Groups, GroupSettings, refuse_misfits
 from coordinator.settings.placement import parse_place
-from rollout.settings import Settings, nested
+from rollout.settings import Mark, Settings, nested
 
 BEATS_PER_S = 50.0
 """How many heartbeats a second all nodes together write, unless they must beat more often to be believed."""
@@ -77,7 +77,7 @@ class ClusterSettings(Settings):
     """How long nodes wait for the others to come, or to come back."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
     """Longest pause between two listings while a node waits; with hundreds of nodes it is longer."""
-    local_dir: str | None = None
+    local_dir: Annotated[str | None, Mark.PER_MACHINE] = None
     """A directory on the node's own disk, for copies of models that are on a shared one; default: $TMPDIR."""
     max_async_level: Annotated[int, Field(ge=0)] = 0
     """Iteration i is sampled by exactly the policy of iteration max(0, i - 1 - max_async_level); 0: always by

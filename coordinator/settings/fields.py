@@ -13,6 +13,7 @@ from rollout.settings import (
     EngineSettings,
     EvalSetSettings,
     EvalSettings,
+    Mark,
     RolloutSettings,
     Settings,
 )
@@ -98,7 +99,7 @@ class Fields(Settings):
     """Which column of the data is a field of the task: columns.prompt=question, columns.answer=solution."""
     eval_tasks: str | None = None
     """As `tasks`, for evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
-    data_path: str | None = None
+    data_path: Annotated[str | None, Mark.PER_MACHINE] = None
     """Read-only shared data: relative paths of task files and models start here, and HF_HOME is below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"
     """Which half of an iteration runs."""

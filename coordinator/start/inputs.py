@@ -26,20 +26,14 @@ from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.labelled import check_labels
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
-from rollout.settings import TINY
+from rollout.settings import TINY, Mark, marked
 from rollout.storage import known_files
 from rollout.storage.files import FileFacts, is_directory
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 
-NODE_LOCAL = {
-    "data_path",
-    "cluster.local_dir",
-    "engine.url",
-    "trainer.processes_per_node",
-    "trainer.threads_per_process",
-}
-"""Settings about one machine: a worker's own values hold for it, and contradict nothing."""
+NODE_LOCAL = {*marked(RunSettings, Mark.PER_MACHINE)}
+"""Settings about one machine."""
 TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
 """Of builtin:tiny, which is not made yet when a run starts."""
 STATE_BYTES = 12

@@ -14,18 +14,17 @@ from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
-from coordinator.start.inputs import NODE_LOCAL, difference, load_inputs
+from coordinator.start.inputs import difference, load_inputs
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import fixed_of, read_run_json, refuse_changes
 from coordinator.start.start import Start, absolute, begin, check_log_path
 from coordinator.start.wait_for_master import await_master
+from rollout.settings import Mark, marked
 from rollout.storage import files, once
 
 log = logging.getLogger(__name__)
 
-OF_GUESTS = NODE_LOCAL | {
-    "engine.args", "engine.max_batch", "engine.tensor_parallel_size", "rollout.concurrency"
-}  # fmt: skip
+OF_GUESTS = {*marked(RunSettings, Mark.PER_MACHINE, Mark.PER_GUEST)}
 """Settings that a guest may have for itself: they change no sample."""
 PATIENCE = ClusterSettings()
 """How long a guest waits for a master, whose settings it does not know yet."""

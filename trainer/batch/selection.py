@@ -28,25 +28,6 @@ from trainer.batch.advantages import (
 )
 from trainer.settings import TrainerSettings
 
-SHAPING = (
-    "advantage",
-    "credit",
-    "turn_discount",
-    "kl",
-    "kl_in",
-    "kl_to",
-    "entropy_bonus",
-    "entropy_target",
-    "keep_flat_groups",
-    "overlong",
-    "overlong_buffer",
-    "reward_threshold",
-    "max_off_policy_steps",
-    "replay_window",
-    "replay_power",
-)
-"""The settings of `trainer` that a batch depends on."""
-
 PAIR = 2
 """Sequences of a group with trainer.advantage=pair; they are trained in one optimizer step."""
 

@@ -26,8 +26,8 @@ UNUSED_S = 7 * 86400.0
 """A link that nobody has asked for since, and whose directory was removed, is removed too."""
 EMPTY_S = 2.0
 """How long a lock's file may be empty: its holder writes there as soon as it has made it."""
-HOLDER_PATIENCE_S = 10.0
-"""How long an older process may take to end."""
+HOLDER_PATIENCE_S = 15.0
+"""How long an older process may take to end. It waits for its collector first (collector.host.REACT_S)."""
 
 
 def own_folder(name: str, below: str | None = None) -> Path:

@@ -20,6 +20,7 @@ from coordinator.collector.host import CollectorHost, InFlight, Listener
 from coordinator.collector.order import CollectorFailed, EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter, read_parts
+from coordinator.machine import host_lock
 from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.client import EngineClient
@@ -573,3 +574,7 @@ def test_fork_that_comes_back_from_user_code_says_nothing_to_the_node(
             os._exit(7)
     assert os.waitpid(fork, 0)[1] == 0
     assert all("ended" not in report.read_text() for report in tmp_path.glob("report_*"))
+
+
+def test_newer_process_of_a_rank_leaves_an_older_one_the_time_to_end_a_collector_that_does_not_stop() -> None:
+    assert host_lock.HOLDER_PATIENCE_S >= host_module.REACT_S + 5.0

@@ -114,7 +114,8 @@ def _pass(settings: RunSettings, inputs: Inputs) -> str:
     again = "then all come again in another order"
     if count < rollout.tasks_per_iteration:
         return f"an iteration takes each task {rollout.tasks_per_iteration / count:.3g} times"
-    return f"{count / rollout.tasks_per_iteration:.3g} iterations take each task once; {again}"
+    takes = f"{count / rollout.tasks_per_iteration:.3g} iterations take"
+    return f"{'an iteration takes' if takes.startswith('1 ') else takes} each task once; {again}"
 
 
 def _samples(settings: RunSettings, first: int | None) -> str:

@@ -97,6 +97,8 @@ def test_start_says_how_many_iterations_an_epoch_of_the_data_is(tmp_path: Path) 
     lines = said(tmp_path, given)
     assert lines["data"] == "3.75 iterations take each task once; then all come again in another order"
     assert "data" not in said(tmp_path, {**given, "rollout.dynamic_sampling": True})
+    lines = said(tmp_path, {**given, "rollout.tasks_per_iteration": 30})
+    assert lines["data"] == "an iteration takes each task once; then all come again in another order"
 
 
 @pytest.mark.parametrize(("size", "gpus"), [(1_000_000, "2 GPUs"), (300_000, "1 GPU")])

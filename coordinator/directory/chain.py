@@ -89,17 +89,17 @@ def _links(chain: Chain, run_dir: RunDir, number: int, known: dict[int, str]) ->
             f"{directory / published.RESULT} was trained from the policy {result.base_policy}; that of "
             f"iteration {number - 1} is {known[number - 1]}"
         )
-    yield from _proven(run_dir, directory)
+    yield from _proven(run_dir, directory, known[0])
     yield from _batch(chain, run_dir, number, result, known)
 
 
-def _proven(run_dir: RunDir, directory: Path) -> Iterator[str]:
+def _proven(run_dir: RunDir, directory: Path, base_policy: str) -> Iterator[str]:
     """Yield where a checkpoint's proof names another digest; older versions have written none."""
     path = directory / PROOF
     if path.name not in published.names(directory):
         return
     written = published.read_json(path) or {}
-    for name, digest in _proof(run_dir, directory).items():
+    for name, digest in {"base_policy": base_policy, **_proof(run_dir, directory)}.items():
         if digest is not None and written.get(name) != digest:
             yield f"{path} has {name} {str(written.get(name))[:16]}, it is {str(digest)[:16]}"
 

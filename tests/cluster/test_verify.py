@@ -118,6 +118,8 @@ def test_a_flipped_bit_is_found_and_its_file_named(
         ("batches/iteration_000002/batch.json", "sha256", "has the digest f00d, by the checkpoint it is"),
         ("batches/iteration_000002/batch.json", "manifest_sha256", "by batch.json it is f00d"),
         ("checkpoints/iteration_000001/result.json", "base_policy", "that of iteration 0 is"),
+        ("checkpoints/iteration_000001/proof.json", "base_policy", "proof.json has base_policy f00d, it is"),
+        ("checkpoints/iteration_000002/proof.json", "samples_sha256", "has samples_sha256 f00d, it is"),
     ],
 )
 def test_a_document_that_names_another_digest_is_found(

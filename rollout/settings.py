@@ -317,7 +317,8 @@ class EngineSettings(Settings):
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference between the logprobs of engine and trainer (natural logarithm) on the
     checkpoint's probe. If it is larger, the weights were loaded wrongly. null: 0.1; 0.3 where one of them
-    computes in bfloat16, and then, if the weights are proved by content, there is only a warning."""
+    computes in bfloat16, 1.5 with trainer.lora.base_dtype=nf4, and then, if the weights are proved by
+    content, there is only a warning."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A server that has not answered by then has failed."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

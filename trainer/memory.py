@@ -9,6 +9,8 @@ from trainer.settings import TrainerSettings
 
 TRAINED_BYTES = 16
 """Of a trained parameter: weight, gradient and two moments of AdamW in float32."""
+NF4_BYTES = 0.5 + 4 / 64
+"""Of a parameter in NF4: 4 bits, and a scale in float32 for each 64."""
 HALF_BYTES = 2
 """Of a parameter in bfloat16."""
 FLOAT_BYTES = 4
@@ -85,7 +87,7 @@ class Shape:
 
 def is_sharded(shape: Shape, trainer: TrainerSettings, gpus: int) -> bool:
     """Return whether the model is sharded when so many GPUs train it."""
-    if trainer.layout == "auto":
+    if trainer.shards_by_size:
         large = gpus > 1 and shape.all >= trainer.shard_from_parameters
         return large or trainer.tensor_parallel_size > 1
     return trainer.layout == "sharded"
@@ -106,16 +108,19 @@ def _state_bytes(shape: Shape, trainer: TrainerSettings, size: int) -> float:
     parameters = shape.all - shape.split * (1 - 1 / size)
     saved = FLOAT_BYTES if trainer.optimizer == "muon" else 0
     if shape.adapters:
-        return (TRAINED_BYTES - saved) * shape.adapters + HALF_BYTES * parameters
+        small = shape.matrices if trainer.lora.base_dtype == "nf4" else 0
+        frozen = HALF_BYTES * (parameters - small) + NF4_BYTES * small
+        return (TRAINED_BYTES - saved) * shape.adapters + frozen
     return TRAINED_BYTES * parameters - saved * shape.matrices / size
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """Return what a GPU holds in bfloat16 to compute: two layers, embeddings and head if it is sharded, else
-    a layer, unless it holds frozen ones in bfloat16 anyway.
+    a layer, unless it holds frozen ones in bfloat16 anyway; of those in 4 bits one matrix.
     """
     if not is_sharded(shape, trainer, gpus):
-        return HALF_BYTES * (shape.adapters or shape.layer)
+        matrix = shape.wide * shape.hidden if trainer.lora.base_dtype == "nf4" else 0
+        return HALF_BYTES * (shape.adapters + matrix or shape.layer)
     return HALF_BYTES * (2 * shape.layer / trainer.tensor_parallel_size + shape.ends)
 
 

@@ -30,8 +30,6 @@ INTERRUPTED_S, INTERRUPTED_FRACTION = 1.0, 0.05
 """An interruption is mentioned if it was longer than both of these."""
 DISAGREE = 0.3
 """Where the policy itself has sampled, fewer `effective_samples` than this are no matter of rounding."""
-ROUNDING_KL = 0.1
-"""Above this `kl_engine` is none either: both may round their weights differently, or more is wrong."""
 TRAINED = (
     "loss",
     "grad_norm",
@@ -249,6 +247,7 @@ def _number_types(settings: RunSettings) -> str:
     gpus = count_gpus()
     place, engine = engine_kind(settings.engine, gpus).dtype
     trainer = settings.trainer.rounded_to(gpus > 0)
+    trainer += " over a model in nf4" if settings.trainer.lora.base_dtype == "nf4" else ""
     engine = f"{engine or 'a server of yours'} ({place})"
     return (
         f"the engine computes with {engine}, the trainer with {trainer} (trainer.compute_dtype, save_dtype)"
@@ -257,7 +256,8 @@ def _number_types(settings: RunSettings) -> str:
 
 def disagreement(line: Mapping[str, Any], settings: RunSettings) -> str | None:
     """Say that engine and trainer compute different policies, if they do beyond any sound rounding."""
-    agree = (line.get("effective_samples") or 1.0) >= DISAGREE and (line.get("kl_engine") or 0) <= ROUNDING_KL
+    sound_kl = settings.trainer.sound_kl
+    agree = (line.get("effective_samples") or 1.0) >= DISAGREE and (line.get("kl_engine") or 0) <= sound_kl
     if line.get("age_max") != 0 or agree:
         return None
     return (

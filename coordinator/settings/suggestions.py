@@ -36,6 +36,7 @@ ALIASES = {
     "lora_rank": "trainer.lora.rank",
     "lora_alpha": "trainer.lora.alpha",
     "target_modules": "trainer.lora.targets",
+    "load_in_4bit": "trainer.lora.base_dtype",
     "tp": "engine.tensor_parallel_size",
     "max_new_tokens": "rollout.max_tokens",
     "max_completion_length": "rollout.max_tokens",

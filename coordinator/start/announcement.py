@@ -85,6 +85,7 @@ def _algorithm(settings: RunSettings) -> str:
         return "none (--rl-phase rollout)"
     trainer, lora = settings.trainer, settings.trainer.lora.rank
     adapters = f", adapters of rank {lora}" if lora else ""
+    adapters += " to a model in 4 bits" if trainer.lora.base_dtype == "nf4" else ""
     rate = f"learning rate {trainer.learning_rate:g}"
     return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences a step{adapters}"
 

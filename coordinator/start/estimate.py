@@ -91,14 +91,18 @@ def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict
     split = layout if count > 1 else {}
     tokens = trainer.max_tokens_per_microbatch
     yield from ({**split, "max_tokens_per_microbatch": less} for less in (tokens // 2, tokens // 4))
-    if not trainer.lora.rank:
+    adapters = {} if trainer.lora.rank else {"lora.rank": RANK}
+    if adapters:
         yield {**layout, "cpu_offload": True}
-        yield {"lora.rank": RANK}
+        yield adapters
+    if trainer.layout != "sharded" and trainer.tensor_parallel_size == 1:
+        yield {**adapters, "lora.base_dtype": "nf4"}
+        yield {**adapters, "lora.base_dtype": "nf4", "max_tokens_per_microbatch": tokens // 2}
 
 
 def _with(trainer: TrainerSettings, less: Mapping[str, Any]) -> TrainerSettings:
-    lora = trainer.lora.model_copy(update={"rank": less.get("lora.rank", trainer.lora.rank)})
-    return trainer.model_copy(update={**less, "lora": lora})
+    of_lora = {name.removeprefix("lora."): value for name, value in less.items() if name.startswith("lora.")}
+    return trainer.model_copy(update={**less, "lora": trainer.lora.model_copy(update=of_lora)})
 
 
 def time_text(

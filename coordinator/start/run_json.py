@@ -77,6 +77,7 @@ def _prompts(rollout: RolloutSettings) -> dict[str, str]:
 
 def _adapters(lora: LoraSettings) -> dict[str, str]:
     name = f"rank={lora.rank} alpha={lora.alpha:g} targets={lora.targets}" if lora.rank else "rank=0"
+    name += f" base_dtype={lora.base_dtype}" if lora.base_dtype != "auto" else ""
     return {"name": name, "digest": name}
 
 

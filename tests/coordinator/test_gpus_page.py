@@ -155,6 +155,9 @@ def test_table_of_memory_is_what_run_plan_computes() -> None:
         ("sharded, `tensor_parallel_size=2`", "8"): bytes_of(whole, 8, **{"trainer.tensor_parallel_size": 2}),
         ("sharded, `lora.rank=16`", "8"): bytes_of(adapted, 8),
         ("replicated, `lora.rank=16`", "any"): bytes_of(adapted, 8, **replicated),
+        ("the same, `nf4`", "any"): bytes_of(
+            adapted, 8, **{"trainer.lora.rank": 16, "trainer.lora.base_dtype": "nf4"}
+        ),
     }
     assert bytes_of(whole, 1) == expected["replicated", "any"]
     assert expected["sharded", "8"] == (16 * ALL / 8, 2 * (2 * LAYER + ENDS))

@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gsm8k-1-gpu": ("Qwen/Qwen3-0.6B", 1, {}),
     "lora-8-gpus": ("Qwen/Qwen2.5-7B-Instruct", 8, {}),
+    "qlora-1-gpu": ("Qwen/Qwen3-8B", 1, {}),
     "gsm8k-8-gpus": ("Qwen/Qwen3-8B", 8, {}),
     "offloaded": ("Qwen/Qwen3-8B", 1, {"layout": "sharded", "cpu_offload": True}),
     "tensor-parallel": ("Qwen/Qwen3-8B", 8, {"tensor_parallel_size": 2}),

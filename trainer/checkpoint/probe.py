@@ -48,6 +48,6 @@ def probe_document(learner: Learner, token_ids: Sequence[int]) -> str:
     document = {
         "token_ids": list(token_ids),
         "logprobs": probe_logprobs(learner, token_ids),
-        "computed_in": str(learner.scorer.computes_in).removeprefix("torch."),
+        "computed_in": learner.numbers,
     }
     return f"{json.dumps(document)}\n"

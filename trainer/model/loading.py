@@ -11,7 +11,7 @@ from rollout.engines.embedded.weights import load_model
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.engines.model_facts import keep_frequencies
 from rollout.storage import files
-from trainer.model import parallel, slices
+from trainer.model import parallel, quantised, slices
 from trainer.model.parallel import Layout
 from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
@@ -47,6 +47,8 @@ def build_scorer(
     if not layout.sharded:
         model = _with_adapters(load_model(directory, dtype), base_dir, settings)
         _round_frozen(model, settings, computes_in)  # before it takes twice the bytes of the GPU
+        if settings.lora.base_dtype == "nf4":
+            quantised.quantise(model, device)
         _compile(model, settings)
         scorer = Scorer(model.to(device), device, rounding, computes_in)
         if on_gpu and settings.activation_checkpointing:

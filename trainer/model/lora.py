@@ -9,6 +9,7 @@ import copy
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,15 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
     With the target all-linear a router of experts gets none, unlike if it is named, nor do fused experts.
     Only the adapters are trained, in float32 whatever the model's weights are. They add nothing yet (B is 0),
     and A is the same in every process. With `.disable_adapter()` the result is the base model. Raises
-    LoraError if peft is not installed, or if the model has no module for a target.
+    LoraError if peft or what `base_dtype` needs is not installed, or if the model has no module for a target.
     """
     try:
         from peft import LoraConfig, get_peft_model  # here, because it takes 2 s and most runs do without
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ModuleNotFoundError as error:
         raise LoraError(f"trainer.lora needs peft ({error}): pip install -e '.[lora]'") from error
+    if settings.base_dtype == "nf4" and find_spec("bitsandbytes") is None:
+        raise LoraError("trainer.lora.base_dtype=nf4 needs bitsandbytes: pip install -e '.[qlora]'")
 
     targets = [target for target in (part.strip() for part in settings.targets.split(",")) if target]
     everywhere = targets == [ALL_LINEAR]

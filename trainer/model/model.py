@@ -23,6 +23,7 @@ from trainer.model.muon import MuonAndAdamW, layer_matrices
 from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout
 from trainer.model.pictures import Pictures
+from trainer.model.quantised import Quantised
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import waiting_for_peers
 from trainer.progress import SILENT, Progress
@@ -84,6 +85,12 @@ class Learner:
         if sizes:
             for parameter, flat in zip(self.parameters.values(), self.gradients.split(sizes), strict=True):
                 parameter.grad = flat.view_as(parameter)
+
+    @property
+    def numbers(self) -> str:
+        """The coarsest number type that it computes with."""
+        coarse = any(isinstance(module, Quantised) for module in self.model.modules())
+        return "nf4" if coarse else str(self.scorer.computes_in).removeprefix("torch.")
 
     def logprobs(self, microbatch: Microbatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Logprobs of the microbatch's trained tokens at their temperatures, and the entropies there; (N,)

@@ -80,7 +80,7 @@ class Layout:
         grouped = dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         large = world_size > 1 and parameters >= settings.shard_from_parameters
-        sharded = settings.layout == "sharded" or (settings.layout == "auto" and large)
+        sharded = settings.layout == "sharded" or (settings.shards_by_size and large)
         size = settings.tensor_parallel_size
         if size > 1 and settings.layout == "auto":
             sharded = True

@@ -22,7 +22,7 @@ from coordinator.console.views.status_text import lineage
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.loading import build, flatten
-from coordinator.settings.tree import SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.storage import files
 
 NAME = "report.html"
@@ -108,13 +108,15 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     weights = _balance(run_dir, leading.spans, status) if len(crews) == 1 else None
     checkpoint = max(published.checkpoints(run_dir), default=None)
     happened = _faults(crews)
+    record = newest_record(run_dir)
+    settings = RunSettings.published(record.settings) if record else RunSettings()
     fork: dict[str, Any] | None = status.get("forked_from")
     return {
         "name": root.name,
         "status": status,
         "made_at": _now(),
         "tiles": summary.tiles(status, lines),
-        "advice": summary.advice(root, status, lines, weights, checkpoint),
+        "advice": summary.advice(root, status, lines, weights, checkpoint, settings.trainer.sound_kl),
         "charts": curves.charts(lines, fork["iteration"] if fork else None),
         "size": SIZE,
         "timelines": figures_of_time.timelines(crews, status, lines),

@@ -12,12 +12,13 @@ from coordinator.console.report.values import phases_s
 from coordinator.console.views import status_text
 from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import history
+from trainer.settings import ROUNDING_KL
 
 Lines = Sequence[Mapping[str, Any]]
 
 RECENT = 10
 """How many iterations advice is based on."""
-MUCH_TRUNCATED, MOST_FLAT, MUCH_KL = 0.1, 0.9, 0.1
+MUCH_TRUNCATED, MOST_FLAT = 0.1, 0.9
 LOST_ENTROPY = 0.05
 """Of the largest of the first iterations."""
 HELD_FRACTION = 0.05
@@ -103,9 +104,14 @@ def nodes_text(count: int) -> str:
 
 
 def advice(
-    root: Path, status: status_text.Status, lines: Lines, weights: Balance | None, checkpoint: int | None
+    root: Path,
+    status: status_text.Status,
+    lines: Lines,
+    weights: Balance | None,
+    checkpoint: int | None,
+    sound_kl: float = ROUNDING_KL,
 ) -> list[Advice]:
-    """Return what to do next."""
+    """Return what to do next. `sound_kl`: TrainerSettings.sound_kl of the run."""
     advices: list[Advice] = []
     path = shlex.quote(str(root))
     if status["state"] == "holding":
@@ -128,10 +134,10 @@ def advice(
                 weights.option,
             )
         )
-    return advices + _of_learning(lines)
+    return advices + _of_learning(lines, sound_kl)
 
 
-def _of_learning(lines: Lines) -> list[Advice]:
+def _of_learning(lines: Lines, sound_kl: float) -> list[Advice]:
     """Return what the means of the last RECENT iterations advise."""
     advices: list[Advice] = []
     if _recent(lines, "truncated") > MUCH_TRUNCATED:
@@ -143,7 +149,7 @@ def _of_learning(lines: Lines) -> list[Advice]:
         text = "of the tasks of late score the same in all their samples and teach nothing: they are too "
         text += "easy or too hard (run samples --flat). Replace such tasks as they come:"
         advices.append(Advice(f"{flat:.0%} {text}", "rollout.dynamic_sampling=true"))
-    if (kl := _recent(lines, "kl_engine")) > MUCH_KL:
+    if (kl := _recent(lines, "kl_engine")) > sound_kl:
         text = (
             f"Engine and trainer differ by {kl:.2g} (kl_engine): they should compute with the same numbers:"
         )

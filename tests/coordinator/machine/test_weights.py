@@ -126,10 +126,13 @@ def test_engine_that_computes_something_else_is_loaded_once_more_then_refused(
 def test_bfloat16_may_differ_by_more_and_where_weights_are_proved_it_is_only_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def offered(difference: float, dtype: str, proves: bool) -> None:
+    def offered(difference: float, dtype: str, proves: bool, trainer: str = "float32") -> None:
         admin, loader = FakeAdmin(), Loader(lambda *_args, **_more: None)
         admin.answers = [[logprob - difference for logprob in LOGPROBS]]
-        loader.load(running(admin, proves=proves)._replace(dtype=dtype), policy(tmp_path, 1))
+        wanted = policy(tmp_path, 1)
+        probe = {"token_ids": [1, 2, 3], "logprobs": LOGPROBS, "computed_in": trainer}
+        write_json(wanted.directory / PROBE, probe)
+        loader.load(running(admin, proves=proves)._replace(dtype=dtype), wanted)
 
     offered(0.2, "bfloat16", proves=False)
     with pytest.raises(EngineError, match=r"tolerance is 0\.3; .* computes in bfloat16 \(engine.args.dtype"):
@@ -138,6 +141,9 @@ def test_bfloat16_may_differ_by_more_and_where_weights_are_proved_it_is_only_sai
         offered(0.2, "float32", proves=True)
     with pytest.raises(EngineError, match="differ by nan"):
         offered(float("nan"), "bfloat16", proves=True)
+    offered(0.8, "bfloat16", proves=False, trainer="nf4")
+    with pytest.raises(EngineError, match=r"tolerance is 1\.5; .* the trainer in nf4 \(.*lora.base_dtype"):
+        offered(3.0, "bfloat16", proves=False, trainer="nf4")
     caplog.clear()
     offered(0.5, "bfloat16", proves=True)
     assert "differ by 0.5 on average" in caplog.text and "proved by content, so it goes on" in caplog.text

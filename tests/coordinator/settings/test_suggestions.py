@@ -74,7 +74,7 @@ def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:
 
 def test_section_is_answered_with_what_is_in_it() -> None:
     assert meant("trainer.lora", KNOWN).endswith(
-        "a setting in it: trainer.lora.rank, trainer.lora.alpha, trainer.lora.targets?"
+        "in it: trainer.lora.rank, trainer.lora.alpha, trainer.lora.targets, trainer.lora.base_dtype?"
     )
     assert meant("trainer", KNOWN).endswith(", ...?")
 

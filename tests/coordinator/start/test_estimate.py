@@ -18,6 +18,7 @@ TENSORS = {
 }
 LAYERS = DEPTH * (WIDTH * (WIDTH + 1024 + WIDE) + WIDTH)
 ENDS = 2 * VOCABULARY * WIDTH
+NF4 = "trainer.lora.base_dtype=nf4"
 
 
 def _sums(tensors: dict[str, Any]) -> list[int]:
@@ -40,11 +41,14 @@ def test_memory_is_the_sum_of_its_parts() -> None:
     assert held(activation_checkpointing=False) == pytest.approx(whole + rest + (kept - inputs) / GB, abs=0.1)
     assert held(kl="k3") == pytest.approx(whole + rest + 2 * (LAYERS + ENDS) / GB, abs=0.1)
     shared = 8 * DEPTH * (2 * WIDTH)  # rank x the widths of what has an adapter
-    adapters = {"lora": {"rank": 8, "targets": "q_proj"}}
+    adapters: dict[str, Any] = {"lora": {"rank": 8, "targets": "q_proj"}}
     layer = 2 * 8192 * (8 * WIDE + 16 * WIDTH)
     least = (2 * (LAYERS + ENDS) + 18 * shared + inputs + layer) / GB
     assert held(**adapters) == pytest.approx(least, abs=0.1)
     assert held(**adapters, kl="k3") == held(**adapters)
+    coarse = {"lora": {**adapters["lora"], "base_dtype": "nf4"}}
+    codes = least + ((0.5625 - 2) * (LAYERS - DEPTH * WIDTH) + 2 * WIDE * WIDTH) / GB
+    assert held(**coarse) == pytest.approx(codes, abs=0.1)
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": (WIDE, WIDTH)}  # peft gives them none
     assert _sums(TENSORS | experts) == _sums(TENSORS)
     everywhere = 8 * DEPTH * (WIDTH + WIDTH + 1024 + WIDTH + WIDE + WIDTH)
@@ -59,7 +63,9 @@ def test_memory_is_the_sum_of_its_parts() -> None:
         ({"max_tokens_per_microbatch": 262144}, 8, 80 * GB, "trainer.max_tokens_per_microbatch=65536"),
         ({}, 1, 40 * GB, "trainer.layout=sharded trainer.cpu_offload=true"),
         ({"cpu_offload": True, "layout": "sharded"}, 1, 6 * GB, "take more GPUs, or a smaller model"),
-        ({"lora": {"rank": 4}}, 1, 8 * GB, "take more GPUs, or a smaller model"),
+        ({"lora": {"rank": 4}}, 1, 6 * GB, "take more GPUs, or a smaller model"),
+        ({"lora": {"rank": 4}}, 1, 8 * GB, f"{NF4} trainer.max_tokens_per_microbatch=4096"),
+        ({"max_tokens_per_microbatch": 32768, "kl": "k3"}, 1, 30 * GB, f"trainer.lora.rank=16 {NF4}"),
     ],
 )
 def test_too_little_memory_says_what_to_lower(

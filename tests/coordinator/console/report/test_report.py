@@ -186,6 +186,10 @@ def test_advice_on_learning_follows_from_the_last_iterations(
     assert text in found.text and found.command
     sound = {"truncated": 0.05, "flat_groups": 0.5, "kl_engine": 0.001, "entropy": 0.5}
     assert not advice(tmp_path, {"state": "running"}, [sound | {"iteration": 1}] * 20, None, None)
+    sound_kl = build({"trainer.lora.rank": 4, "trainer.lora.base_dtype": "nf4"}).trainer.sound_kl
+    assert not advice(
+        tmp_path, {"state": "running"}, [{"iteration": 1, "kl_engine": 0.3}], None, None, sound_kl
+    )
 
 
 def test_odd_values_in_the_files_of_a_run_fail_no_page(tmp_path: Path) -> None:

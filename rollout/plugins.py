@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,11 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     file = Path(module_name).absolute() if module_name.endswith(SUFFIX) else None
     module_name = module_of(name)
     search_here()
-    if file and str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    if hidden := hidden_file(module_name):
+    if (file is None or str(file.parent) == _here()) and (hidden := hidden_file(module_name)):
         raise PluginError(hidden)
     try:
-        module = importlib.import_module(module_name)
+        with _before_here(file.parent) if file else nullcontext():
+            module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
         sys.path = search_path()
         if file and not file.is_file():
@@ -69,6 +68,8 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     sys.path = search_path()  # what this program imports later must be found too
     imported = getattr(module, "__file__", None) or module_name
     if file and os.path.realpath(imported) != os.path.realpath(file):
+        if not file.is_file():
+            raise PluginError(f"{file}: no such file")
         raise PluginError(f"{file} is hidden by {imported}; give your file another name")
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -89,6 +90,23 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"class {name!r} cannot be made without arguments: {type(error).__name__}: {error_text}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
+
+
+@contextmanager
+def _before_here(directory: Path) -> Iterator[None]:
+    """Have imports search a directory right before the current one, and later behind it. Do nothing where
+    they search it earlier.
+    """
+    here, place = _here(), str(directory)
+    index = sys.path.index(here) if here in sys.path else len(sys.path)
+    if place in sys.path[: index + 1]:
+        yield
+        return
+    sys.path.insert(index, place)
+    try:
+        yield
+    finally:
+        sys.path = [path for path in search_path() if path != place] + [place]
 
 
 def _named_like(typed: str, module: Any) -> str:

@@ -32,7 +32,7 @@ ALIASES = {
     "lora_r": "trainer.lora.rank",
     "use_peft": "trainer.lora.rank",
     "peft_config": "trainer.lora.rank",
-    "peft_config.r": "trainer.lora.rank",
+    "r": "trainer.lora.rank",
     "lora_rank": "trainer.lora.rank",
     "lora_alpha": "trainer.lora.alpha",
     "target_modules": "trainer.lora.targets",

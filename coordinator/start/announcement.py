@@ -40,7 +40,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
         "data": _pass(settings, inputs),
         "samples": _samples(settings, first),
         **_estimate(settings, inputs, gpus),
-        "reward": _reward(settings),
+        "reward": _reward(settings, inputs),
         "nodes": _nodes(settings, gpus),
         "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
         "writes to": str(start.run_dir.root),
@@ -55,8 +55,13 @@ def odd_here() -> list[str]:
     return [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
 
 
-def _reward(settings: RunSettings) -> str:
+def _reward(settings: RunSettings, inputs: Inputs) -> str:
     environment = settings.rollout.environment
+    if (
+        settings.rollout_split == "eval-only" and inputs.eval_tasks is None
+    ):  # named sets alone, as of run eval
+        of_sets = (f"{each.reward}, environment {each.environment}" for each in settings.eval_sets.values())
+        return "; ".join(dict.fromkeys(of_sets))
     if environment.startswith(PROGRAMS):
         return f"of the environment {environment}"
     return f"{settings.rollout.reward}, environment {environment}"
@@ -110,6 +115,8 @@ def _tasks(settings: RunSettings, inputs: Inputs) -> str:
 def _pass(settings: RunSettings, inputs: Inputs) -> str:
     """Say how many iterations take each task of a data set once; nothing where tasks are chosen otherwise."""
     rollout, count = settings.rollout, len(inputs.tasks.tasks)
+    if settings.rollout_split == "eval-only":
+        return ""
     if settings.tasks.startswith(GENERATED) or rollout.task_sampling != "uniform" or rollout.dynamic_sampling:
         return ""
     again = "then all come again in another order"

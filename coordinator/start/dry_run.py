@@ -1,5 +1,6 @@
 """`--dry-run`: what the settings name, looked at as a start would."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.functions import load_functions
 from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
+from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_tasks import look_at_text, refuse_unrendered
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.settings import TINY
 from rollout.storage.files import is_directory
 from rollout.tasks.file_kinds import HUB
 from rollout.tasks.task_set import TaskError
+
+log = logging.getLogger(__name__)
 
 
 def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | None:
@@ -33,6 +37,8 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | No
     except TaskError as error:
         raise SettingsError(str(error)) from None
     refuse_training_tasks(named.tasks, named.eval_tasks if settings.eval_tasks else None, named.eval_sets)
+    for text in odd_settings(settings, overrides):
+        log.warning("%s", text)
     if settings.model != TINY:
         model, tasks = base_model_dir(settings, RunDir(Path())), named[1:]
         refuse_incomplete(settings, model)

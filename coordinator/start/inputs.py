@@ -27,7 +27,7 @@ from rollout.environments.labelled import check_labels
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
 from rollout.settings import TINY, Mark, marked
-from rollout.storage import known_files
+from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts, is_directory
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
@@ -237,13 +237,24 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
         if is_directory(candidate):
             return candidate
     if is_path(settings.model):
-        raise SettingsError(f"--model {settings.model}: no such directory")
+        raise SettingsError(f"--model {settings.model}: {_why_none(Path(settings.model))}")
+    if settings.model.startswith("builtin:"):
+        raise SettingsError(f"--model {settings.model}: the built-in model is {TINY}")
     try:
         return fetch_model(settings.model)
     except NotFetched as error:
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
         ) from None
+
+
+def _why_none(path: Path) -> str:
+    """Return why no model is at `path`, and what may be meant."""
+    if files.exists(path):
+        return "is a file; give the directory of a model, with its config.json"
+    above = next(parent for parent in path.parents if files.exists(parent))
+    missing = above / path.relative_to(above).parts[0]
+    return f"no such directory (there is no {missing}){files.named_like(missing)}"
 
 
 def is_path(model: str) -> bool:

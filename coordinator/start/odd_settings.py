@@ -7,7 +7,6 @@ from typing import Any
 
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
-from coordinator.start.inputs import Inputs
 from coordinator.start.refusals_of_models import ENDLESS
 from rollout.settings import RolloutSettings
 
@@ -39,8 +38,10 @@ NARROWS = ("top_p", "top_k", "min_p")
 not."""
 
 
-def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: Inputs) -> Iterator[str]:
-    """Yield a line for each setting that hardly anybody means as it stands. `overrides`: the typed ones."""
+def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: bool = True) -> Iterator[str]:
+    """Yield a line for each setting that hardly anybody means as it stands. `overrides`: the typed ones;
+    `has_end`: whether the model has a token that ends a sequence.
+    """
     for key, (other, values) in WORKS_WITH.items():
         value = attrgetter(other)(settings)
         if key in overrides and value not in values:
@@ -55,7 +56,7 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], inputs: In
         if count > 1 and greedy:
             follows = "nothing can be learnt from them" if section == "rollout" else "pass@k is pass@1"
             yield f"{section}.{greedy}: all {count} samples of a task are the same, so {follows}"
-    if not inputs.has_end and not settings.rollout.stop and settings.rl_phase != "update":
+    if not has_end and not settings.rollout.stop and settings.rl_phase != "update":
         yield (
             f"--model {settings.model}: {ENDLESS}: every sample goes on to "
             f"rollout.max_tokens={settings.rollout.max_tokens}; give its config.json an eos_token_id, or set "

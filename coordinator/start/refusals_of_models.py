@@ -1,6 +1,7 @@
 """Refuse before the start a model, or settings for it, that certainly cannot work: each in one line."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from rollout.engines.model_dir import is_adapter
 from rollout.engines.model_facts import DEQUANTISED, quantisation, vocabulary_size
 from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
 from rollout.environments.self_teacher import SelfTeacher
+from rollout.rewards.parts import parts_of
+from rollout.rewards.served import SERVED, ServedReward
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
+
+log = logging.getLogger(__name__)
 
 ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
 
@@ -26,6 +31,28 @@ def refuse_wrong_teacher(settings: RunSettings) -> None:
             Teacher(settings.rollout.teacher)
         except ValueError as error:
             raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+
+
+def warn_of_reward_servers(settings: RunSettings) -> None:
+    """Warn of rewards whose server, as it is now, would score no sample: it may be started, or be mended,
+    before the first one.
+    """
+
+    async def look(name: str, max_tokens: int) -> str | None:
+        reward = ServedReward(name)
+        try:
+            return await reward.problem(max_tokens)
+        finally:
+            await reward.close()
+
+    rollout, sets = settings.rollout, settings.eval_sets.items()
+    rewards = {"--reward ": (rollout.reward, rollout.max_tokens)}
+    rewards |= {f"{SECTION}{name}.reward=": (str(each.reward), each.max_tokens) for name, each in sets}
+    for option, (text, max_tokens) in rewards.items():
+        for part in parts_of(text):
+            is_served = part.name.startswith(SERVED)
+            if is_served and (problem := asyncio.run(look(part.name, max_tokens or rollout.max_tokens))):
+                log.warning("%s%s: %s: as it is now, samples are lost", option, part.name, problem)
 
 
 def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:

@@ -41,7 +41,7 @@ from coordinator.start.inputs import (
 )
 from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.odd_settings import odd_settings
-from coordinator.start.refusals_of_models import fit_max_tokens
+from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
 from coordinator.start.refusals_of_tasks import look_at_text
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import (
@@ -148,8 +148,10 @@ def check_master(request: StartRequest) -> Checked:
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
     refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
-    for text in odd_settings(settings, overrides, inputs):
+    for text in odd_settings(settings, overrides, inputs.has_end):
         log.warning("%s", text)
+    if settings.rl_phase != "update":
+        warn_of_reward_servers(settings)
     if has_run(root):
         refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
     return Checked(overrides, settings, inputs, changes(last, settings))
@@ -174,6 +176,7 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> S
     settings of the run's master. `placement`: the one that the crew is of; None: the one that holds now.
     """
     root, machine, crew = request.root, request.rank, request.crew
+    _refuse_kernel(root, root.parent)  # no master will come there
     placement = placement or placement_records.read_placement(root)
     run_dir = placement_records.run_dir(root, crew, placement)
     if run_dir.machines and machine not in run_dir.machines:
@@ -271,12 +274,17 @@ def check_log_path(root: Path) -> None:
             f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
             f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
         )
-    if find_mount(existing.resolve()).kind in KEEPS_NOTHING:
+    _refuse_kernel(root, existing.resolve())
+    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
+        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def _refuse_kernel(root: Path, existing: Path) -> None:
+    """Raise SettingsError if nothing can ever be kept at `existing`, a part of `root`."""
+    if find_mount(existing).kind in KEEPS_NOTHING:
         raise SettingsError(
             f"--log-path {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
         )
-    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
-        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
 
 
 def ready_machine(root: Path) -> Path:

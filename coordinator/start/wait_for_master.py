@@ -71,7 +71,8 @@ def what_is_there(run_dir: RunDir) -> str:
     if root.name in beside:
         return "" if has_run(root) else " (no run has begun there)"
     runs = [name for name in sorted(beside)[:LOOKED_AT] if has_run(parent / name)]
-    others = f"; beside it are the runs {', '.join(runs[:SHOWN])}" if runs else ""
+    word = "are the runs" if len(runs) > 1 else "is the run"
+    others = f"; beside it {word} {', '.join(runs[:SHOWN])}" if runs else ""
     return f" (nothing is there{others})"
 
 

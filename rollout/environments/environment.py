@@ -1,5 +1,6 @@
 """Environments make samples of a task: by one generation, or by any number of turns."""
 
+import difflib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -107,8 +108,10 @@ def resolve_environment(name: str) -> Environment:
         except ValueError as error:
             raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        meant = f"did you mean {near[0]}? There" if near else "there"
         raise EnvironmentSettingError(
-            f"environment {name!r}: there is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
+            f"environment {name!r}: {meant} is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
             "openenv:URL, or give module:function or file.py:function"
         )
     try:

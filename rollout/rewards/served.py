@@ -4,6 +4,8 @@
 --reward judge:http://HOST:PORT/v1,model=NAME,prompt=FILE
 """
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -38,6 +40,8 @@ Say in one or two sentences what is right and what is wrong with the answer. The
 _PLACE = re.compile(r"\{(\w+)\}")
 _SCORE = re.compile(r"score\W{0,4}[:=]\W{0,4}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _EXCERPT = 200
+LOOK_S = 10.0
+"""How long a start waits for a server, which may be started later."""
 CONNECTION: dict[str, Callable[[str], Any]] = {
     "key_from": str, "timeout_s": float, "retries": int, "at_once": int,
 }  # fmt: skip
@@ -61,6 +65,7 @@ class ServedReward:
             raise ValueError("name=reward: so is the sum called; give another name")
         address = url.rstrip("/") + "/chat/completions" if is_judge else url
         self._endpoint = connect(address, parameters, parameters.get("cache", 100_000))
+        self._looked_at = url.rstrip("/") + "/models" if is_judge else url
         self._judge = _Judge(parameters) if is_judge else None
         prompt = self._judge.prompt if self._judge else ""
         self.digest = hashlib.sha256(f"{name}\n{prompt}".encode()).hexdigest()
@@ -76,6 +81,20 @@ class ServedReward:
         """Raise ValueError if the judge's prompt needs a field that the task does not have."""
         if self._judge is not None:
             self._judge.question(task, "")
+
+    async def problem(self, max_tokens: int) -> str | None:
+        """Return why the server, as it is now, would not score a sample of `max_tokens`; None if nothing says
+        so.
+        """
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                answer = await self._endpoint.look(self._looked_at)
+        if answer is None:
+            return f"{self._looked_at} does not answer"
+        if answer[0] in (401, 403):
+            return f"{self._looked_at} answers {answer[0]}; give its key with key_from=VARIABLE"
+        return self._judge.problem(answer[1], max_tokens) if self._judge else None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -120,6 +139,22 @@ class _Judge:
 
         content = _PLACE.sub(filled, self.prompt)
         return {**self._asked, "messages": [{"role": "user", "content": content}]}
+
+    def problem(self, models: str, max_tokens: int) -> str | None:
+        """Return why it cannot judge an answer of `max_tokens`, by the `models` that its server lists."""
+        name = self._asked["model"]
+        try:
+            rooms = {card["id"]: card.get("max_model_len") for card in json.loads(models)["data"]}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None  # a server need not list them
+        if rooms and name not in rooms:
+            return f"there is no model {name!r}, but {', '.join(rooms):.{_EXCERPT}}"
+        room = rooms.get(name)
+        if type(room) is int and room <= max_tokens:
+            return (
+                f"the judge reads {room} tokens, and a sample alone may have rollout.max_tokens={max_tokens}"
+            )
+        return None
 
     def score(self, answer: Any) -> float:
         """Return the last score that the judge names, as a fraction of the best; ValueError without one."""

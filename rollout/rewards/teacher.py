@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.rewards.endpoint import Endpoint
-from rollout.rewards.served import CONNECTION, connect, parse
+from rollout.rewards.served import CONNECTION, LOOK_S, connect, parse
 from rollout.trajectory import Sample
 
 _EXCERPT = 60
-_LOOK_S = 10.0
-"""How long a start waits for a teacher, which may be started later."""
 _REFUSALS = {400, 401, 404, 422}
 """Answers of a server that has read what it was asked, and would answer the same again."""
 _REPLACED = "\ufffd"
@@ -69,7 +67,7 @@ class Teacher:
         answer now. Raises ValueError if it refuses `largest`, the largest token that any sample may have.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(LOOK_S):
                 question = {**self._asked, "prompt": [largest, largest]}
                 answer = await self._endpoint.look(self._endpoint.url, question)
                 if answer is not None and answer[0] in _REFUSALS:

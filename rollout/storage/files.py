@@ -12,6 +12,7 @@ is no longer so. Therefore:
 """
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import logging
@@ -49,6 +50,13 @@ def listing(directory: Path) -> list[str]:
     """Return the names in `directory`; raises FileNotFoundError if it is not there."""
     operations["list"] += 1
     return retry("list", directory, lambda: os.listdir(directory), directory)
+
+
+def named_like(path: Path) -> str:
+    """Return `; did you mean FILE?` with what is beside `path` and is spelled most like it, else nothing."""
+    beside = listing(path.parent) if is_directory(path.parent) else []
+    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def read(path: Path, *, fleeting: bool = False) -> bytes:

@@ -36,8 +36,9 @@ def rows(source: str, *, default_split: str = "train", images: str = "images") -
             yield from _READERS.get(kind(file), read_json)(file, images)
         except FileNotFoundError:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
+            near = files.named_like(Path(file))
             raise RowError(
-                f"{file}: no such file{by_name}; give a file of JSON lines, CSV, Parquet or Arrow, "
+                f"{file}: no such file{by_name}{near}; give a file of JSON lines, CSV, Parquet or Arrow, "
                 "builtin:arithmetic, builtin:products or reasoning_gym:NAME"
             ) from None
         except OSError as error:

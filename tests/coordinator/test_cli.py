@@ -304,6 +304,8 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
     ended = run("--model", "nobody/no-such-model", "--dry-run")
     assert ended.returncode == 0 and "a start would fetch it: nobody/no-such-model" in ended.stderr
     assert run("--worker", "1", "--tasks", "nosuch.jsonl", "--dry-run").returncode == 0
+    ended = run("trainer.kl_coefficient=0.1", "--dry-run")
+    assert ended.returncode == 0 and "does nothing with trainer.kl=off" in ended.stderr
 
 
 def test_dry_run_of_all_nodes_prints_the_same(run: Run) -> None:
@@ -359,6 +361,7 @@ BAD = [
     ("stats", "'stats' is neither a command, nor an option, nor KEY=VALUE; did you mean run status?"),
     ("local stats", "did you mean run status?"),
     ("help", "did you mean run --help?"),
+    ("worker 1", "did you mean run --worker RANK?"),
     (
         "--num-nodes 2 status",
         "'status' is neither a command, nor an option, nor KEY=VALUE; a command comes first",
@@ -385,6 +388,8 @@ BAD = [
     ("--nodes 3", "No such option: --nodes; did you mean --num-nodes?"),
     ("--num-nodes", "Option '--num-nodes' requires an argument"),
     ("--tasks absent.jsonl", "absent.jsonl: no such file"),
+    ("--tasks god.jsonl", "did you mean good.jsonl?; give a file of JSON lines"),
+    ("--model ./smal", "--model ./smal: no such directory (there is no smal); did you mean small?"),
     ("--tasks broken.jsonl", "broken.jsonl:2: not JSON"),
     ("--tasks both.jsonl", "both.jsonl:1: give either `prompt` or `messages`"),
     ("--tasks empty.jsonl", "empty.jsonl: holds no task"),
@@ -424,6 +429,13 @@ BAD = [
     ("plan --model m --tasks x", "No such option: --tasks; did you mean tasks=VALUE?; see run plan --help"),
     ("plan --model m rollout.reward=nosuch", "--reward nosuch: reward 'nosuch': there is exact"),
     ("diff a", "B is missing: the run directory to compare it with; see run diff --help"),
+    (
+        "--worker 1 --log-path /proc/x",
+        "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a",
+    ),
+    ("--model builtin:tinny", "--model builtin:tinny: the built-in model is builtin:tiny"),
+    ("--model ./good.jsonl", "good.jsonl: is a file; give the directory of a model, with its"),
+    ("--environment calculater", "did you mean calculator? There is single_turn, "),
     ("--log-path /proc/x", "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a"),
     ("export", "-o DIR is missing: a new directory for the model; see run export --help"),
     ("cleanup", "--iteration N is missing: the interrupted iteration; see run cleanup --help"),

@@ -119,3 +119,13 @@ def test_a_folder_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert not is_installed("wandb")
+
+
+def test_a_file_that_is_named_comes_before_one_of_that_name_in_the_current_directory(tmp_path: Path) -> None:
+    """As of a run that is resumed from a directory with other rewards."""
+    for directory in ("here", "there"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "my_rewards.py").write_text(f"def {directory}(task, completion): return 1")
+    name = f"{tmp_path}/there/my_rewards.py:there"
+    assert resolve(tmp_path / "here", name) == name
+    assert resolve(tmp_path / "here", "my_rewards:here") == "my_rewards:here"

@@ -13,7 +13,8 @@ from coordinator.settings import suggestions
 from coordinator.settings.loading import OPTIONS, known_keys, option_name
 from coordinator.settings.tree import SettingsError
 
-MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help"}
+MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
+         "worker": "--worker RANK", "master": "--master"}  # fmt: skip
 """Commands by other names."""
 
 

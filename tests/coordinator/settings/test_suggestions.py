@@ -30,6 +30,7 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("trainer.project_name", "metrics.project"),
         ("trainer.learning_rat", "trainer.learning_rate"),
         ("actor_rollout_ref.model.path", "model"),
+        ("trainer.lora.r", "trainer.lora.rank"),
         ("peft_config.r", "trainer.lora.rank"),
         ("temperature", "rollout.temperature"),
         ("--temprature", "rollout.temperature"),

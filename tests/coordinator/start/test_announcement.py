@@ -65,6 +65,15 @@ def test_environment_from_elsewhere_gives_the_reward(tmp_path: Path) -> None:
     assert lines["tasks"].startswith(f"18 ({name},size=20); 2 to evaluate")
 
 
+def test_evaluation_of_named_sets_says_their_reward_and_nothing_of_training_tasks(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    sets = {"eval.sets.sums.tasks": str(tmp_path / "other.jsonl"), "eval.sets.sums.reward": "numeric"}
+    lines = said(tmp_path, {"rl_phase": "rollout", "rollout_split": "eval-only", "tasks": str(tasks), **sets})
+    assert lines["reward"] == "numeric, environment single_turn" and "data" not in lines
+
+
 def test_start_without_settings_says_that_it_is_the_demo(tmp_path: Path) -> None:
     text = said(tmp_path, {})["demo"]
     assert "the built-in model learns to add" in text and PREFIX + 10 + len(text) <= 80

@@ -1,19 +1,17 @@
 """Settings that do nothing, or something else than they seem to, are said at the start."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coordinator.settings.loading import build, known_keys
-from coordinator.start.inputs import load_inputs
 from coordinator.start.odd_settings import WORKS_WITH, odd_settings
 
 
 def warnings(has_end: bool = True, **typed: Any) -> list[str]:
     given = {name.replace("__", "."): value for name, value in typed.items()}
     settings = build(given)
-    return list(odd_settings(settings, given, replace(load_inputs(settings, given), has_end=has_end)))
+    return list(odd_settings(settings, given, has_end))
 
 
 def test_settings_and_what_they_work_with_are_settings() -> None:

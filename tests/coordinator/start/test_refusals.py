@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from coordinator.console.commands.evaluate import as_typed
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import refusals_of_tasks
+from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, start_master
@@ -564,3 +564,18 @@ def test_model_that_sees_is_not_served_by_vllm_yet_whatever_the_tasks(tmp_path: 
     refusals_of_tasks.refuse_pictures(settings, Embedded(EngineSettings(), 0), model, tasks, None, {})
     write_model(model, {"model_type": "qwen3"})
     refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+
+
+def test_start_warns_of_a_judge_that_would_score_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.models = {"data": [{"id": "big", "max_model_len": 8}]}
+    judges = [f"judge:{served.url}/v1,model={name}" for name in ("big", "bug")]
+    given = {"rollout.reward": f"exact=1 + {judges[0]}=1", "eval.sets.a.reward": judges[1]}
+    refusals_of_models.warn_of_reward_servers(
+        loading.build({**given, "eval.sets.a.tasks": "builtin:products"})
+    )
+    assert [line.partition(": as it is")[0] for line in caplog.messages] == [
+        f"--reward {judges[0]}: the judge reads 8 tokens, and a sample alone may have rollout.max_tokens=8",
+        f"eval.sets.a.reward={judges[1]}: there is no model 'bug', but big",
+    ]

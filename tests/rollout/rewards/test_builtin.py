@@ -200,6 +200,8 @@ def test_file_of_the_user_may_stand_in_place_of_its_module(
     for file in (f"{user_code}.py", f"code/far_{user_code}.py"):
         assert scored(f"{file}:parts", "abc").metrics == {"digits": 3.0}
     resolve_reward("twice:parts")
+    with pytest.raises(RewardSettingError, match=rf"^{tmp_path}/no/twice.py: no such file$"):
+        resolve_reward(f"{tmp_path}/no/twice.py:parts")
     with pytest.raises(RewardSettingError, match=r"twice.py is hidden by .*; give your file another name"):
         resolve_reward("code/twice.py:parts")
 

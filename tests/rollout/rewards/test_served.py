@@ -12,6 +12,7 @@ from aiohttp import web
 
 from rollout.rewards import endpoint
 from rollout.rewards.builtin import Reward, RewardError, RewardSettingError, check_task, resolve_reward, score
+from rollout.rewards.served import ServedReward
 from rollout.trajectory import Sample
 
 TASK: dict[str, Any] = {"id": "t1", "prompt": "1+2=", "answer": "3", "level": 7}
@@ -279,3 +280,30 @@ def test_prompt_without_a_place_for_the_answer_is_an_error(tmp_path: Path) -> No
     (tmp_path / "p.txt").write_text("{prompt}")
     with pytest.raises(RewardSettingError, match=r"has no \{completion\}, where the answer goes"):
         resolve_reward(f"judge:http://h/v1,model=m,prompt={tmp_path}/p.txt")
+
+
+def problem(setting: str, max_tokens: int) -> str | None:
+    async def main() -> str | None:
+        reward = ServedReward(setting)
+        try:
+            return await reward.problem(max_tokens)
+        finally:
+            await reward.close()
+
+    return asyncio.run(main())
+
+
+def test_start_learns_why_a_server_would_score_nothing(served: Served) -> None:
+    judge = f"judge:{served.url}/v1,model=big"
+    assert problem(judge, 4096) is None  # it lists none
+    served.models = {"data": [{"id": "big", "max_model_len": 2048}]}
+    assert problem(judge, 1024) is None
+    assert (
+        problem(judge, 2048)
+        == "the judge reads 2048 tokens, and a sample alone may have rollout.max_tokens=2048"
+    )
+    assert problem(f"judge:{served.url}/v1,model=bug", 9) == "there is no model 'bug', but big"
+    served.models = "none"
+    assert problem(judge, 4096) is None
+    assert problem(f"{served.url}/score", 4096) is None
+    assert problem("http://127.0.0.1:9/score", 4096) == "http://127.0.0.1:9/score does not answer"

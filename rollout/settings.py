@@ -311,6 +311,9 @@ class EngineSettings(Settings):
     tensor_parallel_size: Annotated[Annotated[int, Field(ge=1)] | None, Mark.PER_GUEST] = None
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas. null: the fewest
     that hold the weights in 0.6 of their memory."""
+    deterministic: bool = False
+    """Have vLLM compute a sequence alike whatever is beside it (its batch invariance), and draw each sample
+    by its own seed, so that none depends on its node. The embedded engine does so anyway."""
     sleep: Literal[1, 2, "restart"] | None = None
     """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
     the server. null: 1 with adapters, whose model is needed again, else 2."""

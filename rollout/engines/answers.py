@@ -45,7 +45,7 @@ class EngineFacts:
     """How many copies of the model it has, each with a prefix cache of its own."""
     is_seeded: bool = True
     """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
-    requests that have a seed are drawn one after the other: it gets none."""
+    requests that have a seed are drawn one after the other: it gets none without engine.deterministic."""
     may_force: bool = True
     """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
     the policy would not have chosen, or nothing is."""

@@ -23,6 +23,11 @@ class ByUrl(EngineKind):
 
     def check(self) -> None:
         assert self.settings.url is not None
+        if self.settings.deterministic:
+            raise ServerSettingError(
+                f"engine.deterministic=true with --engine-url {self.settings.url}: it is for servers that "
+                "the run starts; leave one of them out"
+            )
         try:
             EngineAdmin(self.settings.url, timeout_s=TIMEOUT_S).check()
         except EngineError as error:

@@ -34,6 +34,13 @@ class Embedded(EngineKind):
         self.name = f"torch, the embedded engine ({reason if settings.kind == 'auto' else '--engine torch'})"
         self.dtype = "engine.dtype", settings.dtype
 
+    def check(self) -> None:
+        if self.settings.deterministic and self.settings.dtype != "float64":
+            raise ServerSettingError(
+                f"engine.deterministic=true with engine.dtype={self.settings.dtype}: the embedded engine "
+                "does so in float64 alone; leave one of them out"
+            )
+
     def check_model(self, name: str, model_dir: Path, parameters: int, lora_targets: str | None) -> None:
         if lora_targets is not None and not is_adapter(model_dir):
             self._check_adapters(name, model_dir, lora_targets)

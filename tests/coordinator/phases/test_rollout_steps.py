@@ -124,11 +124,11 @@ def test_without_weights_every_slot_is_in_one_chunk_or_in_flight(node: Any, iter
     assert set(plan["first"]) == {"0", "1", "2"} and plan["short"] == 0
 
 
-def test_a_node_alone_claims_nothing(node: Any, iteration: Iteration) -> None:
+def test_a_node_alone_claims_too_as_a_guest_may_come(node: Any, iteration: Iteration) -> None:
     node.settings.claims = True
     node.record.members = {0: SimpleNamespace(weight=1.0)}
     plan = rollout_steps.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
-    assert plan["shares"] == {"0": [0, 1, 2]}
+    assert plan["chunks"] and plan["first"] == {"0": 0}
     node.guests.here = lambda: {1000}
     plan = rollout_steps.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
     assert plan["first"].keys() == {"0", "1000"}, "a guest is there"

@@ -147,6 +147,12 @@ def test_a_rank_that_nobody_knows_holds_half_its_share_until_a_group_has_ended()
     assert choose(made, 1, free, holding._replace(pace=2.0))
 
 
+def test_a_rank_alone_holds_all_at_once() -> None:
+    made = cut(range(100), {}, [0], {})
+    free = list(range(len(made.chunks)))[-3:]
+    assert choose(made, 0, free, IDLE._replace(open_work=80.0)) == free
+
+
 def test_a_rank_that_is_new_beside_known_ones_takes_half_its_share_at_once() -> None:
     made = cut(range(128), {}, [0, 1], {1: Pace(400, 100.0, 64)})
     me, mine = IDLE._replace(width=64), 0.0

@@ -69,7 +69,11 @@ class Claimed:
         self.waited_s = 0.0
         """Seconds in which this node had nothing to make, and left to others what was free."""
         self.needed = kept + len(again)
-        self.is_open = bool(self._free)
+        self._late = 0
+        """Of those needed: how many guests still make while nothing is free. Nobody waits for them for
+        longer than for late groups of nodes (completion_threshold).
+        """
+        self._has_more = bool(self._free)
         self.total = len(again) + sum(len(chunk.slots) for chunk in self._chunks.chunks) + len(self._spare)
 
     @property
@@ -77,7 +81,12 @@ class Claimed:
         """How many groups this node will have claimed in the end, if all are as fast as is known."""
         rate = self._chunks.rates()
         left = sum(len(self._chunks.chunks[number].slots) for number in self._free)
-        return self.needed + round(left * rate.get(self._rank, 0.0) / sum(rate.values()))
+        return self.needed - self._late + round(left * rate.get(self._rank, 0.0) / sum(rate.values()))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether further slots may come that this node has to make."""
+        return self._has_more and not self._late
 
     @property
     def has_spare(self) -> bool:
@@ -89,7 +98,7 @@ class Claimed:
         A spare one is claimed if `wants_spare`.
         """
         async with self._lock:  # the others wait for the same answer
-            while not self._queue and self.is_open:
+            while not self._queue and self._has_more:
                 await self._claim()
             if not self._queue and wants_spare():
                 await self._claim_spare()
@@ -102,7 +111,7 @@ class Claimed:
     def leave(self) -> None:
         """Claim nothing more, and give out no slot: this guest goes when its groups in flight have ended."""
         self._leaves = True
-        self.is_open = False
+        self._has_more = False
         self.needed -= len(self._queue)
         self._queue.clear()
 
@@ -122,7 +131,7 @@ class Claimed:
                 self.waited_s += 0.0 if self._work else pause_s
                 await asyncio.sleep(pause_s)
                 pause_s = min(SLOWER * pause_s, self._pause_s)
-        self.is_open = False
+        self._has_more = False
 
     async def _look(self) -> bool:
         """List what is claimed; returns whether anything is free."""
@@ -138,9 +147,11 @@ class Claimed:
         if self._guests is None:
             return bool(free)
         others = [number for number in numbers.values() if number in taken - self._mine]
-        is_open, uncounted = await asyncio.to_thread(self._guests.look, others, shown, self.from_guests)
-        self.needed += uncounted
-        return bool(free) or is_open
+        making, uncounted = await asyncio.to_thread(self._guests.look, others, shown, self.from_guests)
+        late = 0 if free else sum(len(self._chunks.chunks[number % self._count].slots) for number in making)
+        self.needed += uncounted + late - self._late
+        self._late = late
+        return bool(free or making)
 
     def _standing(self) -> Standing:
         now_s = asyncio.get_running_loop().time()

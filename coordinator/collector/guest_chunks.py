@@ -74,13 +74,13 @@ class GuestChunks:
         self._left: set[tuple[ClaimKind, int]] = set()
         self._read: set[int] = set()
 
-    def look(self, claimed: Iterable[int], shown: Shown, from_guests: FromGuests) -> tuple[bool, int]:
+    def look(self, claimed: Iterable[int], shown: Shown, from_guests: FromGuests) -> tuple[list[int], int]:
         """Add to `from_guests` what guests say of those `claimed` numbers that nobody claims again; returns
-        whether one of them is still being made, and how many groups have to be made in the place of others.
+        those that are still being made, and how many groups have to be made in the place of others.
         """
+        open_numbers, uncounted = list[int](), 0
         if not shown.guests:
-            return False, 0
-        is_open, uncounted = False, 0
+            return open_numbers, uncounted
         for number in claimed:
             owner = self._owner(number)
             if number in self._read or (owner is not None and owner.rank < GUESTS):
@@ -94,9 +94,9 @@ class GuestChunks:
                     continue
             elif self._is_gone(number, owner):
                 self._claims.give_back(number)
-            is_open = True
+            open_numbers.append(number)
         self._leave(shown)
-        return is_open, uncounted
+        return open_numbers, uncounted
 
     def _owner(self, number: int) -> Owner | None:
         if number not in self._owners and (owner := self._claims.owner(number)) is not None:

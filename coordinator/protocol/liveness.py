@@ -133,7 +133,7 @@ class Standstill:
 
     def beyond(self, limit_s: Callable[[str], float | None], grace_s: float) -> set[int]:
         """Return the ranks that have stood still for longer than the limit of their phase, and `grace_s`."""
-        limits = {rank: limit_s(str(place[2])) for rank, place in self._places.items()}
+        limits = {rank: limit_s(str(place[2])) for rank, place in dict(self._places).items()}
         return {
             rank for rank, most_s in limits.items()
             if most_s is not None and self.still_s.get(rank, 0.0) >= most_s + grace_s

@@ -262,16 +262,19 @@ class Watch:
             self._cluster.node_timeout_s,
             self.trainer_failure_known,
             patience_s,
-            # These nodes had node_timeout to find it out themselves.
-            self.standstill.beyond(partial(stall_limit_s, self._settings), self._cluster.node_timeout_s),
+            self._stalled(),
         )
+
+    def _stalled(self) -> set[int]:
+        """Return who beats, but does not get on, and had node_timeout more to find it out by itself."""
+        return self.standstill.beyond(partial(stall_limit_s, self._settings), self._cluster.node_timeout_s)
 
     def _observe_progress(self, board: Board, current: EpochRecord) -> None:
         """Read, now and then, what the nodes that this one judges say of their progress."""
         now_s = time.monotonic()
         if not self.standstill.is_due(now_s):
             return
-        judged = self._judged(current)
+        judged = self._judged(current) | (_guests_on(board) if self.rank == MASTER else set[int]())
         limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
         beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
         self.standstill.forget(judged - beating)
@@ -289,10 +292,10 @@ class Watch:
 
     @property
     def guests(self) -> dict[int, int]:
-        """The guests that beat, as the master sees them, and the incarnation of each."""
+        """The guests that beat and get on, as the master sees them, and the incarnation of each."""
         limit_s, silent_s, board = self._cluster.node_timeout_s, dict(self.silence.silent_s), self.board
         beating = {rank for rank in _guests_on(board) if silent_s.get(rank, 0.0) < limit_s}
-        return {rank: board.beats[rank].incarnation for rank in sorted(beating)}
+        return {rank: board.beats[rank].incarnation for rank in sorted(beating - self._stalled())}
 
     @property
     def held(self) -> Verdict | None:

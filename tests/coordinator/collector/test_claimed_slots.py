@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.collector.claimed_slots import Claimed
-from coordinator.collector.guest_chunks import OwnChunks
+from coordinator.collector.guest_chunks import Contribution, GuestChunks, OwnChunks, Presence
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol.chunks import Pace, cut
@@ -91,3 +91,30 @@ def test_guest_that_leaves_gives_out_no_slot_more(run_dir: RunDir) -> None:
     first, second = asyncio.run(main())
     assert first is not None and second is None
     assert guest.needed <= 1 and not guest.is_open and not guest.has_spare
+
+
+def test_master_waits_for_a_late_guest_no_longer_than_for_late_groups_of_its_own(run_dir: RunDir) -> None:
+    """The collector ends what is not open, once enough of the needed groups count, after the grace period."""
+    guest, mine = Claims(run_dir, 2, 1, 2, GUESTS), Claims(run_dir, 2, 1, 2, 0)
+    plan = {**cut(range(4), {}, [0], {}).as_json(), "spare": []}
+    presence = Presence((), {GUESTS: 0})
+    guests = GuestChunks(mine, lambda: presence, 60.0)
+    master = Claimed(
+        plan, mine, 0, 0, [], slots_of, Meter(4), 0.01, lambda: None,
+        rest_of=lambda chunk: (chunk.slots, Contribution()), guests=guests,
+    )  # fmt: skip
+    guest.take_part(GUESTS)
+    assert guest.take([3]) == 3
+
+    async def main() -> None:
+        nonlocal presence
+        assert [await next_of(master) for _ in range(3)] == [0, 1, 2] and master.is_open
+        last = asyncio.create_task(next_of(master))
+        while master.is_open:
+            await asyncio.sleep(0)
+        assert master.needed == 4 and master.expected == 3 and not last.done()
+        presence = Presence([GUESTS], {})
+        assert await last == 3, "the guest was lost after all"
+        assert await next_of(master) is None and master.needed == 4
+
+    asyncio.run(asyncio.wait_for(main(), 60))

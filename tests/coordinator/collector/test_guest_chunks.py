@@ -44,7 +44,7 @@ def as_master(run_dir: RunDir, here: Mapping[int, int], *lost: int) -> GuestChun
     return GuestChunks(claims(run_dir, 0), lambda: Presence(lost, here), PATIENCE_S)
 
 
-def look(chunks: GuestChunks, run_dir: RunDir, found: FromGuests | None = None) -> tuple[bool, int]:
+def look(chunks: GuestChunks, run_dir: RunDir, found: FromGuests | None = None) -> tuple[list[int], int]:
     shown = claims(run_dir, 0).look()
     numbers = [number for number in sorted(shown.claimed) if number not in shown.back]
     return chunks.look(numbers, shown, found or FromGuests())
@@ -61,10 +61,10 @@ def test_row_is_open_while_a_guest_that_is_there_makes_a_chunk(run_dir: RunDir) 
     guest = claims(run_dir, GUEST)
     guest.take_part(GUEST)
     assert guest.take([4]) == 4 and claims(run_dir, 1).take([5]) == 5
-    assert look(as_master(run_dir, {GUEST: 1}), run_dir) == (True, 0)
+    assert look(as_master(run_dir, {GUEST: 1}), run_dir) == ([4], 0)
     guest.say_made(4, {"parts": {"a": "b"}, "uncounted": 2, "seconds": {"7": 0.5}, "width": 3})
     master, found = as_master(run_dir, {}, GUEST), FromGuests()
-    assert look(master, run_dir, found) == (False, 2) and look(master, run_dir, found) == (False, 0)
+    assert look(master, run_dir, found) == ([], 2) and look(master, run_dir, found) == ([], 0)
     assert found == FromGuests({"a": "b"}, {str(GUEST): ({"7": 0.5}, 3)})
     assert not claims(run_dir, 0).look().back
 
@@ -81,8 +81,8 @@ def test_chunk_of_a_guest_that_is_gone_is_back_and_has_another_number(
     guest.take_part(GUEST)
     guest.take([4])
     master = as_master(run_dir, here, *lost)
-    assert look(master, run_dir) == (True, 0)
-    assert claims(run_dir, 1).look().back == {4} and look(master, run_dir) == (False, 0)
+    assert look(master, run_dir) == ([4], 0)
+    assert claims(run_dir, 1).look().back == {4} and look(master, run_dir) == ([], 0)
 
 
 def test_chunk_of_somebody_who_was_never_seen_is_back_after_a_while(
@@ -103,16 +103,16 @@ def test_chunk_of_somebody_who_was_never_seen_is_back_after_a_while(
     claims(run_dir, GUEST + 1).take([4])
     (run_dir.claims / "e0002.i000001.p02.c000005").touch()
     master = as_master(run_dir, {})
-    assert look(master, run_dir) == (True, 0) and not claims(run_dir, 0).look().back
+    assert look(master, run_dir) == ([4, 5], 0) and not claims(run_dir, 0).look().back
     waited_s = PATIENCE_S + 1
-    assert look(master, run_dir) == (True, 0) and claims(run_dir, 0).look().back == {4, 5}
+    assert look(master, run_dir) == ([4, 5], 0) and claims(run_dir, 0).look().back == {4, 5}
 
 
 def test_without_guests_no_claim_is_read(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         claims(run_dir, 1).take([number])
     files.operations.clear()
-    assert look(as_master(run_dir, {}), run_dir) == (False, 0)
+    assert look(as_master(run_dir, {}), run_dir) == ([], 0)
     assert files.operations == {"list": 1}
 
 

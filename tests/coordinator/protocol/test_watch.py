@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from watchdog.events import FileMovedEvent
 
-from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
+from coordinator.directory.layout import GUESTS, Beat, Flag, Record, RunDir, parse_protocol_name
 from coordinator.protocol import heartbeat, watch
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.file_events import Waker
@@ -633,6 +633,26 @@ def test_rank_that_was_taken_over_meanwhile_does_not_come_back(make: Make, run_d
     newer = make()
     newer.begin(1, 2)
     assert not older.heart.renew()
+
+
+def test_guest_that_beats_but_does_not_get_on_counts_as_gone(
+    make: Make, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, guest = make(0), GUESTS
+    place = {"state": "running", "iteration": 1, "phase": "train_rollout", "steps": 5}
+    clock = Clock(monkeypatch, master)
+    master.admit(record(2, members={0: 1}), told(CLUSTER))
+    here: list[set[int]] = []
+    for counter in range(400):
+        more = {"waiting_for": [0]} if counter > 300 else {}
+        write_json(run_dir.entry(Beat(2, guest, 1, counter)), {**place, **more})
+        master.look()
+        here.append(set(master.guests))
+        clock.now_s += CLUSTER.beat_interval_s
+    gone = [guest not in each for each in here]
+    limit_s = STALL_S + CLUSTER.node_timeout_s
+    assert gone.index(True) * CLUSTER.beat_interval_s == pytest.approx(limit_s, rel=0.3)
+    assert gone[300] and not gone[-1], "it goes on"
 
 
 def test_run_directory_that_disappears_is_told_as_such(make: Make, run_dir: RunDir) -> None:

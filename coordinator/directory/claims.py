@@ -161,11 +161,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def left_over(run_dir: RunDir, epoch: int) -> list[Path]:
-    """Return the claims of epochs before `epoch`, and what was left unfinished beside them."""
+def left_over(run_dir: RunDir, epoch: int, iteration: int = 0) -> list[Path]:
+    """Return the claims of epochs before `epoch`, and of iterations before `iteration` in it, and what was
+    left unfinished beside them.
+    """
     paths: list[Path] = []
     for name in files.listing(run_dir.claims):
         claim = parse_claim_name(files.published_name(name))
-        if claim is not None and claim.epoch < epoch:
+        if claim is not None and claim[:2] < (epoch, iteration):
             paths.append(run_dir.claims / name)
     return paths

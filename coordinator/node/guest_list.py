@@ -17,6 +17,8 @@ class Guests:
         self._watch = watch
         self._hosts: dict[int, str] = {}
         """Of those that were there last."""
+        self.have_come = False
+        """Whether any guest was there."""
 
     def here(self) -> set[int]:
         """Return the guests that beat and have not said goodbye."""
@@ -35,4 +37,5 @@ class Guests:
             verb, host = ("has come", hosts[rank]) if rank in hosts else ("has gone", self._hosts[rank])
             log.info("%s (%s) %s", self._run_dir.name(rank), host, verb)
         self._hosts = hosts
+        self.have_come |= bool(hosts)
         return set(hosts)

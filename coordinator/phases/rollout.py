@@ -13,7 +13,7 @@ from typing import Any
 
 from coordinator.collector import unfinished_samples
 from coordinator.collector.unfinished_samples import Begun
-from coordinator.directory import parts, published
+from coordinator.directory import claims, parts, published
 from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
@@ -224,6 +224,8 @@ def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int]
 def plan_train(node: Node, iteration: Iteration) -> Payload:
     """Split the slots that no part holds yet among the nodes, by weight."""
     opened = iteration.opened
+    if node.guests.have_come:  # what those leave that are killed, or wake too late
+        node.flags.leave(claims.left_over(node.run_dir, node.record.epoch, iteration.number))
     origin = made_with(iteration, "train")
     return rollout_steps.plan(node, iteration, "train", resume.quota(opened), origin, opened["tasks"])
 

@@ -77,6 +77,7 @@ def test_claims_of_another_epoch_move_nothing(run_dir: RunDir) -> None:
     assert now.look().claimed == set() and now.take([0]) == 0
     old = left_over(run_dir, 2)
     assert old and {files.published_name(path.name) for path in old} == {Claim(1, 5, 2, 0).name}
+    assert left_over(run_dir, 2, 5) == old and len(left_over(run_dir, 2, 6)) == 2 * len(old)
 
 
 @pytest.mark.usefixtures("_links")

@@ -2,11 +2,14 @@
 
     python scripts/bench/faults.py --dir DIR [--faults 10] [--seed 0]
     python scripts/bench/faults.py --dir DIR --soak MINUTES
+    python scripts/bench/faults.py --dir DIR --guests 50 [--iterations 200] [--seed 0]
 
 The first command kills and stops nodes, engines and trainers at random moments, restarts nodes as a person
 would, waits until the run has gone on, and prints a line for each fault and a table. The second does not
-disturb the nodes: with the default timeouts and every core busy, it counts the false alarms. DIR must not
-hold a run.
+disturb the nodes: with the default timeouts and every core busy, it counts the false alarms. The third one
+runs a single node, to which guests come at random: they are killed, asked to leave, or stopped until they are
+lost, and come back under the name that they had. Then it makes the same run without guests. DIR must not hold
+a run.
 
 Detection: from the fault until every surviving node has said which node is lost. First work: from the restart
 of a node's command to its first flag of a phase, or its first part, in a newer epoch; if its engine started
@@ -14,6 +17,7 @@ before that, the engine's start is given separately.
 """
 
 import argparse
+import math
 import os
 import random
 import re
@@ -22,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +36,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, which is not installed
 
-from coordinator.directory.layout import parse_part_name
+from coordinator.directory import claims, published
+from coordinator.directory.layout import GUESTS, RunDir, parse_part_name
 from coordinator.directory.published import names
 from coordinator.protocol.snapshot import Board, whole_board
 from rollout.engines.admin import EngineAdmin
@@ -244,6 +250,109 @@ def spread(seconds: list[float]) -> str:
     return f"median {statistics.median(found):.1f} s, max {max(found):.1f} s ({len(seconds)} times)"
 
 
+GUESTS_AT_ONCE = 3
+GUESTS_MAKE = (
+    *FAST, "rollout.tasks_per_iteration=12", "rollout.concurrency=8", "trainer.threads_per_process=1",
+    "rollout.environment=tests.cluster.plugins:slow", "cluster.beat_s=0.3", "cluster.node_timeout_s=3",
+)  # fmt: skip
+"""Two groups at once of twelve: a guest that comes in the middle finds some to make."""
+
+
+class Visits:
+    """Lets guests come to a run of one node, and go."""
+
+    def __init__(self, cluster: Cluster, draw: random.Random) -> None:
+        self.cluster = cluster
+        self.draw = draw
+        self.came = self.names = 0
+        self.went: Counter[str] = Counter()
+        self.kept: dict[Path, bytes] = {}
+        self._stopped: dict[int, float] = {}
+        """By number of the guest: when it goes on."""
+
+    def here(self) -> list[int]:
+        """Return the guests whose process is there."""
+        return [key for key, node in self.cluster.nodes.items() if key and node.poll() is None]
+
+    def come(self) -> None:
+        """Start a guest: a new one, or another process of one that was there, or still is."""
+        self.came += 1
+        name = self.draw.randrange(self.names) if self.names and self.draw.random() < 0.4 else self.names
+        self.names = max(self.names, name + 1)
+        self.cluster.start(self.came, "--name", f"guest {name}", role=["guest"])
+
+    def go(self, guest: int) -> None:
+        """End a guest somehow, or stop it until it is lost."""
+        how = self.draw.choice(["kill", "leave", "stop"]) if guest not in self._stopped else "kill"
+        self.went[how] += 1
+        self.kept.update(evidence.durable_parts(self.cluster.run_dir, len(self.cluster.metrics())))
+        numbers = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "stop": signal.SIGSTOP}
+        self.cluster.kill(guest, numbers[how])
+        if how == "stop":
+            self._stopped[guest] = time.monotonic() + self.draw.uniform(1.0, 8.0)
+
+    def wake(self, now_s: float = math.inf) -> None:
+        """Let stopped guests go on whose time has come."""
+        for guest in [guest for guest, at_s in self._stopped.items() if at_s <= now_s]:
+            del self._stopped[guest]
+            if self.cluster.nodes[guest].poll() is None:
+                self.cluster.kill(guest, signal.SIGCONT)
+
+
+def visit(cluster: Cluster, alone: Cluster, count: int, iterations: int, seed: int) -> None:
+    """Have `count` guests come and go in a run, compare it with the same run alone, and print the table."""
+    length = ("--num-nodes", "1", "--iterations", str(iterations), "--eval-interval", "20")
+    began_s = time.monotonic()
+    cluster.environment["SLOW_S"] = "0.25"
+    visits = Visits(cluster, random.Random(seed))
+    cluster.start(0, *length, *GUESTS_MAKE)
+    cluster.until(cluster.metrics, "the first iteration")
+    while cluster.nodes[0].poll() is None:
+        done = len(cluster.metrics()) / iterations
+        here = visits.here()
+        if visits.came < count * min(1.0, 1.1 * done) and len(here) <= GUESTS_AT_ONCE:
+            visits.come()
+        elif len(here) > GUESTS_AT_ONCE - 1 and visits.draw.random() < 0.1:
+            visits.go(visits.draw.choice(here))
+        visits.wake(time.monotonic())
+        time.sleep(0.1)
+    visits.wake()
+    codes = Counter(cluster.wait(120.0))
+    took_s = time.monotonic() - began_s
+    alone.environment["SLOW_S"] = "0"
+    alone.run(1, *length, *GUESTS_MAKE, timeout_s=3600.0)
+    run_dir = cluster.run_dir
+    makers = Counter(
+        "guests" if part["rank"] >= GUESTS else "the node"
+        for number in range(1, iterations + 1)
+        for part in (published.read_manifest(run_dir, "train", number) or {"parts": []})["parts"]
+        for _slot in part["slots"]
+    )
+    ours, theirs = policies(run_dir, iterations), policies(alone.run_dir, iterations)
+    show(
+        {
+            "guests that came, under names": f"{visits.came}, {visits.names}",
+            "how they went": dict(visits.went),
+            "iterations": f"{len(cluster.metrics())} in {took_s:.0f} s",
+            "groups by": dict(makers),
+            "groups lost": len(evidence.lost_groups(run_dir, visits.kept)),
+            "groups made twice": len(evidence.repeated_groups(run_dir)),
+            "manifests with a slot missing or twice": len(evidence.unsound_manifests(run_dir)),
+            "claims left of earlier iterations": len(claims.left_over(run_dir, 2, iterations - 1)),
+            "processes left": len(cluster.left_behind()),
+            "policies that differ from the run alone": f"{len(set(ours) - set(theirs))} of {len(ours)}",
+            "exit codes": dict(sorted(codes.items())),
+        }
+    )
+
+
+def policies(run_dir: RunDir, iterations: int) -> list[str]:
+    """Return the digests of the policies that sampled each iteration, and of the last one."""
+    manifests = [published.read_manifest(run_dir, "train", 1 + done) for done in range(iterations)]
+    sampled = [manifest["policy"] for manifest in manifests if manifest]
+    return [*sampled, published.policy_of(run_dir, iterations).digest]
+
+
 @contextmanager
 def busy_cores() -> Iterator[int]:
     """Keep every core busy with a process; yield their number."""
@@ -293,13 +402,13 @@ def show(figures: dict[str, Any]) -> None:
 
 
 @contextmanager
-def new_cluster(parser: argparse.ArgumentParser, directory: Path) -> Iterator[Cluster]:
+def new_cluster(parser: argparse.ArgumentParser, directory: Path, name: str = "run") -> Iterator[Cluster]:
     """Yield the nodes of a new run below `directory`, and leave no process of theirs."""
     root = directory.absolute()
-    if (root / "run").exists():
+    if (root / name).exists():
         parser.error(f"--dir {root}: there is a run already; give another directory")
-    root.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(root / "run", root / "cache", root)
+    (logs := root / "output" / name).mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(root / name, root / "cache", logs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
     try:
         yield cluster
@@ -308,7 +417,7 @@ def new_cluster(parser: argparse.ArgumentParser, directory: Path) -> Iterator[Cl
 
 
 def main() -> None:
-    """Run one of the two commands, and leave no process."""
+    """Run one of the three commands, and leave no process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -316,9 +425,17 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument("--guests", type=int, default=0)
+    parser.add_argument("--iterations", type=int, default=200)
     options = parser.parse_args()
     with new_cluster(parser, options.dir) as cluster:
-        soak(cluster, options.soak) if options.soak else hurt(cluster, options.faults, options.seed)
+        if options.guests:
+            with new_cluster(parser, options.dir, "alone") as alone:
+                visit(cluster, alone, options.guests, options.iterations, options.seed)
+        elif options.soak:
+            soak(cluster, options.soak)
+        else:
+            hurt(cluster, options.faults, options.seed)
 
 
 if __name__ == "__main__":

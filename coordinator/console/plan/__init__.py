@@ -18,6 +18,8 @@ WORTH = 1.05
 """Other weights are proposed where those of now take so many times as long."""
 SHOWN = 8
 """How many options are printed; --json has all."""
+GUESTS = (1, 2, 4)
+"""For so many guests is said what an iteration would take."""
 ASSUMPTION = (
     "Computed as if work divided evenly over devices. It does not where a few long samples decide when a\n"
     "rollout ends, or where the batch of a device gets small: then a smaller crew is faster than it says."
@@ -117,6 +119,8 @@ def _text(findings: Findings, measured: Measured, options: Sequence[Option], wor
             continue
         seconds = (option.rollout_s, option.train_s, option.swap_s, option.seconds)
         lines.append(_row(_name(option), *map(_seconds, seconds)))
+        if option is best and findings.settings.claims:
+            lines += _with_guests(measured, best)
     if len(options) > len(shown):
         lines.append(f"and {len(options) - len(shown)} more: --json")
     lines += ["", *ASSUMPTION.splitlines(), "", _verdict(findings, measured, options)]
@@ -127,6 +131,17 @@ def _text(findings: Findings, measured: Measured, options: Sequence[Option], wor
             "" if len(findings.machine_rates) < 2 and not findings.in_crews else ", on the others as before"
         )
         lines += [f"stop the run, then type on the master's machine{others}:", f"  {words}"]
+    return lines
+
+
+def _with_guests(measured: Measured, best: Option) -> list[str]:
+    """Return rows for guests beside one crew, each as fast as an average device of it."""
+    count, work_s = len(measured.devices), best.rollout_s - measured.rollout_fixed_s
+    lines: list[str] = []
+    for guests in GUESTS if best.is_collocated else ():
+        saved_s = work_s * guests / (count + guests)
+        seconds = (best.rollout_s - saved_s, best.train_s, best.swap_s, best.seconds - saved_s)
+        lines.append(_row(f"  and run guest on {guests} more", *map(_seconds, seconds)))
     return lines
 
 

@@ -112,8 +112,19 @@ def test_fork_on_another_filesystem_is_a_copy(
     def link(source: Path, target: Path) -> None:
         raise OSError(18, "Invalid cross-device link")
 
+    def copy_until_full(source: Path, target: Path) -> None:
+        if source.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        shutil.copy(source, target)
+
     monkeypatch.setattr("os.link", link)
     copy = beside("copy")
+    there = tree(copy.root.parent)
+    with monkeypatch.context() as full:
+        full.setattr("shutil.copy2", copy_until_full)
+        with pytest.raises(SettingsError, match=r"No space left on device; nothing was made"):
+            fork(cluster.root, 2, copy.root)
+    assert tree(copy.root.parent) == there
     forked = fork(cluster.root, 2, copy.root)
     monkeypatch.undo()
     assert forked.copied_bytes == forked.bytes > 0

@@ -14,6 +14,8 @@ from coordinator.console.views.status_text import render
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
+from rollout.storage import files
+from rollout.storage.files import SharedFsError
 from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.plugins import letters
 from tests.cluster.weights import farthest
@@ -85,7 +87,10 @@ def test_samples_with_other_rewards_are_trained_on_and_none_is_generated_again(
 
 
 def test_rescoring_that_cannot_be_is_one_line_and_leaves_nothing(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finish(cluster, *FAST, "--iterations", "2", "--eval-interval", "0")
     before = tree(tmp_path)
@@ -102,6 +107,17 @@ def test_rescoring_that_cannot_be_is_one_line_and_leaves_nothing(
         rescore(cluster.root, 1, None, DIGITS, cluster.root)
     rescore(cluster.root, 1, None, LETTERS, None)  # looks, and makes nothing
     assert "iteration  samples  changed  failed" in capsys.readouterr().out
+    assert tree(tmp_path) == before
+
+    def until_full(path: Path, data: bytes) -> None:
+        if path.name == "iteration.json":
+            raise SharedFsError("write", path, OSError(28, "No space left on device"), 0.0)
+        path.write_bytes(data)
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "publish", until_full)
+        with pytest.raises(SettingsError, match=r"iteration.json: No space left .*; nothing was made$"):
+            rescore(cluster.root, 1, None, LETTERS, new)
     assert tree(tmp_path) == before
     part = next(cluster.run_dir.trajectories("train", 2).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])

@@ -249,7 +249,7 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")
     )
     if is_pair or first["type"] == "tuple_type":
-        example = f"{key}={json.dumps(usual if is_pair else [first['input']], separators=(',', ':'))}"
+        example = f"{key}={json.dumps(usual if is_pair else [str(first['input'])], separators=(',', ':'))}"
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
     if first["input"] == []:  # KEY=
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"

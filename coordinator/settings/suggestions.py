@@ -158,6 +158,7 @@ ANSWERS = {
     "default_local_dir": _PLACE,
     "run_name": _PLACE,
     "experiment_name": _PLACE,
+    "resume": _RESUME,
     "resume_mode": _RESUME,
     "resume_from_checkpoint": _RESUME,
     "push_to_hub": _HUB,

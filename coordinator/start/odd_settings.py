@@ -8,7 +8,9 @@ from typing import Any
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.refusals_of_models import ENDLESS
-from rollout.settings import RolloutSettings
+from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.embedded import Embedded
+from rollout.settings import WRITTEN, RolloutSettings
 
 CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")
 """Values of trainer.clip that have bounds."""
@@ -31,6 +33,7 @@ WORKS_WITH = {
 
 RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
 """Who gives one of these means a certain learning rate."""
+_LORA = "trainer.lora."
 GREEDY_BELOW = 1e-5
 """Engines take a temperature below this for 0."""
 NARROWS = ("top_p", "top_k", "min_p")
@@ -50,6 +53,19 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
             yield f"{key}={typed} does nothing with {other}={actual}; give {first} as well"
     if settings.rl_phase != "rollout" and overrides.keys() & RATES:  # a trial of a few steps asks for none
         yield from _warm_up(settings)
+    if settings.trainer.lora.rank == 0 and (
+        keys := [key for key in overrides if key.startswith(_LORA) and key != f"{_LORA}rank"]
+    ):
+        yield f"{keys[0]}={overrides[keys[0]]} does nothing without adapters; give {_LORA}rank=16 as well"
+    rollout = settings.rollout
+    own = {"preference": 2}.get(rollout.environment, 1)  # samples that a task has
+    if rollout.environment in WRITTEN and rollout.samples_per_task != own:
+        yield (
+            f"rollout.samples_per_task={rollout.samples_per_task} does nothing with rollout.environment="
+            f"{rollout.environment}: a task has its own; leave it out"
+        )
+    if (args := settings.engine.args) and isinstance(any_kind(settings.engine), Embedded):
+        yield f"engine.args.{next(iter(args))} does nothing with --engine torch; it is for vLLM"
     sets = {f"{SECTION}{name}": eval_set for name, eval_set in settings.eval_sets.items()}
     for section, sampling in {"rollout": settings.rollout, "eval": settings.eval, **sets}.items():
         count, greedy = sampling.samples_per_task or 1, _greedy(sampling.temperature, sampling.top_k)

@@ -361,6 +361,7 @@ BAD = [
     ("stats", "'stats' is neither a command, nor an option, nor KEY=VALUE; did you mean run status?"),
     ("local stats", "did you mean run status?"),
     ("help", "did you mean run --help?"),
+    ("metrics", "did you mean run report?"),
     ("worker 1", "did you mean run --worker RANK?"),
     (
         "--num-nodes 2 status",
@@ -377,6 +378,7 @@ BAD = [
     ("local --lr 3", "did you mean trainer.learning_rate=VALUE?; see run local --help"),
     ("trainer.betas=0.9", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
     ("trainer.betas=[0.9]", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
+    ("rollout.stop=5", """rollout.stop=5: give a list, e.g. 'rollout.stop=["5"]'"""),
     ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
     (
         "--tasks gsm8k",

@@ -14,7 +14,7 @@ from coordinator.settings.loading import OPTIONS, known_keys, option_name
 from coordinator.settings.tree import SettingsError
 
 MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
-         "worker": "--worker RANK", "master": "--master"}  # fmt: skip
+         "worker": "--worker RANK", "master": "--master", "metrics": "report"}  # fmt: skip
 """Commands by other names."""
 
 

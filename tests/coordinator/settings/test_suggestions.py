@@ -62,6 +62,7 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
         ("trainer.total_epochs", "give --iterations"),
         ("trainer.experiment_name", "--log-path DIR"),
         ("critic.optim.lr", "there is no critic"),
+        ("--resume", "the same command again resumes a run"),
         ("custom_reward_function.path", "--reward my_rewards.py:score"),
     ],
 )

@@ -28,6 +28,18 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
             {"trainer__kl_coefficient": 0.1},
             "trainer.kl_coefficient=0.1 does nothing with trainer.kl=off; give trainer.kl=k3 as well",
         ),
+        (
+            {"trainer__lora__alpha": 16, "trainer__lora__rank": 0},
+            "trainer.lora.alpha=16 does nothing without adapters; give trainer.lora.rank=16 as well",
+        ),
+        (
+            {"trainer__algorithm": "sft", "rollout__samples_per_task": 8, "tasks": "demonstrations.jsonl"},
+            "rollout.samples_per_task=8 does nothing with rollout.environment=demonstration: a task has its",
+        ),
+        (
+            {"engine__kind": "torch", "engine__args__max-model-len": 64},
+            "engine.args.max-model-len does nothing with --engine torch; it is for vLLM",
+        ),
         ({"trainer__dual_clip": 2.0}, "trainer.dual_clip=2.0 does nothing with trainer.clip="),
         (
             {"trainer__algorithm": "sapo", "trainer__clip_low": 0.1},
@@ -60,6 +72,8 @@ def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__kl="k1", trainer__kl_coefficient=0.1, iterations=100)
     assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
     assert not warnings(trainer__algorithm="gmpo", trainer__clip_low=0.3, iterations=100)
+    assert not warnings(trainer__lora__alpha=16, trainer__lora__rank=8)
+    assert not warnings(trainer__algorithm="sft", tasks="demonstrations.jsonl")
     assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
     assert not warnings(iterations=1), "nobody has asked for a learning rate"
     assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")

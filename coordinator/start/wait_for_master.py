@@ -48,7 +48,8 @@ def await_master(
             raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished; to go on with it: {again}")
         if waited_s == 0.0:
             is_over = newest is not None and newest.kind == "finished"
-            there = " (the run there is finished)" if is_over else what_is_there(run_dir)
+            goes_on = f"is finished; waiting {node_timeout_s:g} s for a master that goes on with it"
+            there = f" (the run there {goes_on})" if is_over else what_is_there(run_dir)
             log.info("waiting for the master at %s%s", run_dir.root, there)
         if waited_s > said_s + 30.0:
             log.info(

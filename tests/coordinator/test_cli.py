@@ -442,7 +442,7 @@ BAD = [
     ("export", "-o DIR is missing: a new directory for the model; see run export --help"),
     ("cleanup", "--iteration N is missing: the interrupted iteration; see run cleanup --help"),
     ("fork --iteration 2 --log-path empty --to new", "no run there (no run.json)"),
-    ("verify --log-path empty", "no run there (no run.json"),
+    ("verify --log-path empty", "no run there"),
     ("cleanup --iteration x", "--iteration x: give the number of an iteration"),
     ("local --master", "run local starts all nodes of this machine"),
     ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),

@@ -450,6 +450,27 @@ def test_status_is_printed_as_text_or_as_json(run_dir: RunDir, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["run_id"] == "abc"
 
 
+def test_watch_that_is_typed_before_the_run_begins_waits_for_it(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.run_json.rename(run_dir.root / "later")
+    with pytest.raises(SettingsError, match=r"no run there \(no run has begun there\)$"):
+        show_status(run_dir.root, as_json=False, watch=False)
+
+    def sleep(_seconds: float) -> None:
+        if (run_dir.root / "later").exists():
+            (run_dir.root / "later").rename(run_dir.run_json)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        show_status(run_dir.root, as_json=False, watch=True)
+    out, err = capsys.readouterr()
+    assert err == f"waiting for a run at {run_dir.root} (no run has begun there); Ctrl+C to stop\n"
+    assert "run abc" in out
+
+
 def test_rendered_status_has_a_line_a_node_and_the_last_rewards(run_dir: RunDir) -> None:
     running(run_dir, waiting_for=[2])
     line = {"iteration": 4, "kind": "both", "reward": 0.6123, "eval_reward": None}

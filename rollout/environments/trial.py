@@ -245,7 +245,7 @@ def _check_length(task: Task, tokens: int, longest: Mapping[str, int]) -> None:
         if tokens > most:
             raise TaskError(
                 f"task {task['id']!r}: its samples have {tokens} tokens or more, and {reader} has room for "
-                f"{most}; leave the task out, as rollout.max_prompt_tokens does with long prompts"
+                f"{most}; leave the task out, as rollout.max_prompt_tokens does with long prompts of --tasks"
             )
 
 

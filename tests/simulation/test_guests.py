@@ -66,7 +66,7 @@ def is_fair(happens: list[Fault]) -> bool:
     return sum(fault.action == "collector" for fault in happens) < 2
 
 
-fewer = settings(searching, max_examples=int(EXAMPLES or 5))
+fewer = settings(searching, max_examples=int(EXAMPLES or 4))
 guests_too = st.lists(
     st.one_of(faults(NODES, ACTIONS), faults(3, ACTIONS).map(as_guest)), min_size=1, max_size=6
 ).filter(is_fair)

@@ -101,7 +101,7 @@ def test_the_same_seed_and_faults_make_the_same_run() -> None:
 
 
 searching = settings(
-    max_examples=int(EXAMPLES or 10),
+    max_examples=int(EXAMPLES or 7),
     derandomize=EXAMPLES is None,
     database=None,
     print_blob=True,

@@ -4,6 +4,7 @@ The rollout crew opens iteration r once the policy that samples it is there, tha
 train crew opens iteration t once its manifest is there. So at most K + 1 iterations wait to be trained.
 """
 
+import contextlib
 import logging
 import time
 
@@ -51,6 +52,7 @@ def open_when_ready(node: Node) -> int | None:
             node.follow(record)
         if node.joining.returned():
             raise EpochChanged
+        _list_anew(node)
         number = open_next(node)  # again each time: what was there may turn out to be damaged
         node.position.lack(lacks(node, number))
         return None if node.position.lacking else (number,)
@@ -59,6 +61,21 @@ def open_when_ready(node: Node) -> int | None:
     assert answer is not None  # without a time limit
     node.idle_s = time.monotonic() - since_s
     return answer[0]
+
+
+def _list_anew(node: Node) -> None:
+    """List where the other crew publishes: a client that believes old listings shows what it hid (see
+    protocol.fresh_listing).
+    """
+    run_dir = node.run_dir
+    directories = [run_dir.checkpoints]
+    if run_dir.crew != "rollout":
+        awaited = resume.next_iteration(node.finished, node.settings)
+        rollouts = [run_dir.trajectories(kind, awaited) for kind in ("train", "eval")]
+        directories = [place for rollout in rollouts for place in (rollout.parent, rollout)]
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            node.watch.listings.names(directory)
 
 
 def _say_news(node: Node) -> None:

@@ -9,6 +9,7 @@ each listing from then on begins so.
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.storage import files
@@ -21,14 +22,21 @@ EVIDENCE = 3
 """So many differences in a row; any of them may be a name that was made between the two listings."""
 
 
+@dataclass
+class _Shown:
+    """What a directory showed last, since when, and for how long that is believed."""
+
+    names: frozenset[str]
+    since_s: float
+    look_s: float
+
+
 class FreshListing:
     """Lists as one rank, which makes and removes a hidden name where that helps."""
 
     def __init__(self, rank: int) -> None:
         self._name = f".look.r{rank:04d}.tmp"
-        self._last: dict[Path, tuple[frozenset[str], float]] = {}
-        """By directory: what it showed last, and since when."""
-        self._look_s = FIRST_LOOK_S
+        self._last: dict[Path, _Shown] = {}
         self._evidence = 0
         self.unchanged_s = 0.0
         """For how long, at most, a listing that hid names had not changed."""
@@ -59,17 +67,16 @@ class FreshListing:
             return self.list_anew(directory)
         names = files.listing(directory)
         shown, now_s = _published(names), time.monotonic()
-        last, since_s = self._last.get(directory, (None, now_s))
-        if shown != last:
-            self._last[directory] = shown, now_s
-            self._look_s = FIRST_LOOK_S
+        last = self._last.get(directory)
+        if last is None or shown != last.names:
+            self._last[directory] = _Shown(shown, now_s, FIRST_LOOK_S)
             self._evidence = 0 if last is not None else self._evidence
-        elif now_s - since_s > self._look_s:
-            self._look_s *= 2
+        elif now_s - last.since_s > last.look_s:
+            last.look_s *= 2
             names = self.list_anew(directory)
             if (fresh := _published(names)) != shown:
-                self._last[directory] = fresh, now_s
-                self._learn(directory, now_s - since_s)
+                self._last[directory] = _Shown(fresh, now_s, FIRST_LOOK_S)
+                self._learn(directory, now_s - last.since_s)
         return names
 
     def forget(self) -> None:
@@ -77,7 +84,7 @@ class FreshListing:
         self._last.clear()
 
     def _learn(self, directory: Path, unchanged_s: float) -> None:
-        self._look_s, self._evidence = FIRST_LOOK_S, self._evidence + 1
+        self._evidence += 1
         self.unchanged_s = max(self.unchanged_s, unchanged_s)
         if self.is_doubted:
             log.info(

@@ -42,6 +42,22 @@ def test_client_that_believes_its_own_listing_is_found_out_and_seen_through(shar
     assert not [name for name in os.listdir(shared.backing) if name.startswith(".look")]
 
 
+def test_each_directory_is_doubted_by_itself(shared: FaultFs) -> None:
+    """Two crews wait for each other's files, and look at their own nodes meanwhile."""
+    shared.set(listing_s=30.0)
+    reader, writer = (mount.path for mount in shared.mounts)
+    for name in ("nodes", "checkpoints"):
+        (writer / name).mkdir()
+    listings = FreshListing(1)
+    listings.names(reader / "checkpoints")
+    (writer / "checkpoints" / "iteration_000001").touch()
+    began_s = time.monotonic()
+    while "iteration_000001" not in listings.names(reader / "checkpoints"):
+        listings.names(reader / "nodes")
+        assert time.monotonic() < began_s + 2 * fresh_listing.FIRST_LOOK_S
+        time.sleep(0.01)
+
+
 def test_client_whose_listings_are_true_is_believed(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_listing, "FIRST_LOOK_S", 60.0)
     reader, writer = (mount.path for mount in shared.mounts)
@@ -51,7 +67,7 @@ def test_client_whose_listings_are_true_is_believed(shared: FaultFs, monkeypatch
     assert listings.refreshed == 0
     for number in range(3):  # what is made between the two listings of a doubt is no proof
         monkeypatch.setattr(files, "mark", lambda _path, n=number: (writer / f"late{n}").touch())
-        listings._look_s = 0.0
+        listings._last[reader].look_s = 0.0
         listings.names(reader)
         seen_after_s(listings, reader, writer, f"true{number}")
     assert listings.refreshed == 3

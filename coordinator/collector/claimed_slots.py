@@ -147,7 +147,8 @@ class Claimed:
         if self._guests is None:
             return bool(free)
         others = [number for number in numbers.values() if number in taken - self._mine]
-        making, uncounted = await asyncio.to_thread(self._guests.look, others, shown, self.from_guests)
+        looking = (others, shown, self.from_guests, not free)
+        making, uncounted = await asyncio.to_thread(self._guests.look, *looking)
         late = 0 if free else sum(len(self._chunks.chunks[number % self._count].slots) for number in making)
         self.needed += uncounted + late - self._late
         self._late = late

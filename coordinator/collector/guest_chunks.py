@@ -74,25 +74,30 @@ class GuestChunks:
         self._left: set[tuple[ClaimKind, int]] = set()
         self._read: set[int] = set()
 
-    def look(self, claimed: Iterable[int], shown: Shown, from_guests: FromGuests) -> tuple[list[int], int]:
+    def look(
+        self, claimed: Iterable[int], shown: Shown, from_guests: FromGuests, is_tail: bool = False
+    ) -> tuple[list[int], int]:
         """Add to `from_guests` what guests say of those `claimed` numbers that nobody claims again; returns
         those that are still being made, and how many groups have to be made in the place of others.
+        `is_tail`: nothing is free, so the others are waited for. A mount may hide their new names for long,
+        but not their files.
         """
         open_numbers, uncounted = list[int](), 0
-        if not shown.guests:
+        if not shown.guests and not self._presence().here:
             return open_numbers, uncounted
         for number in claimed:
             owner = self._owner(number)
             if number in self._read or (owner is not None and owner.rank < GUESTS):
                 continue
-            if owner is not None and number in shown.finished:
+            is_made = number in shown.finished
+            if owner is not None and (is_made or is_tail):
                 document = self._claims.read_made(number)
                 if document is not None:
                     from_guests.add(owner.rank, document)
                     uncounted += document["uncounted"]
                     self._read.add(number)
                     continue
-            elif self._is_gone(number, owner):
+            if not is_made and self._is_gone(number, owner):
                 self._claims.give_back(number)
             open_numbers.append(number)
         self._leave(shown)

@@ -15,7 +15,7 @@ from coordinator.collector.guest_chunks import (
     Presence,
     rest_of,
 )
-from coordinator.directory.claims import Claims
+from coordinator.directory.claims import Claims, Shown
 from coordinator.directory.layout import GUESTS, RunDir, parse_claim_name
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.chunks import Chunk
@@ -67,6 +67,17 @@ def test_row_is_open_while_a_guest_that_is_there_makes_a_chunk(run_dir: RunDir) 
     assert look(master, run_dir, found) == ([], 2) and look(master, run_dir, found) == ([], 0)
     assert found == FromGuests({"a": "b"}, {str(GUEST): ({"7": 0.5}, 3)})
     assert not claims(run_dir, 0).look().back
+
+
+def test_what_a_guest_has_made_is_read_at_the_end_although_a_mount_hides_its_names(run_dir: RunDir) -> None:
+    guest = claims(run_dir, GUEST)
+    assert guest.take([4]) == 4
+    hidden = Shown({4}, set(), set(), set())
+    master, found = as_master(run_dir, {GUEST: 1}), FromGuests()
+    assert master.look([4], hidden, found, is_tail=True) == ([4], 0)
+    guest.say_made(4, {"parts": {"a": "b"}, "uncounted": 0, "seconds": {}, "width": 3})
+    assert master.look([4], hidden, found) == ([4], 0), "there is other work"
+    assert master.look([4], hidden, found, is_tail=True) == ([], 0) and found.parts == {"a": "b"}
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,10 @@ ANSWERS = {
     "default_local_dir": _PLACE,
     "run_name": _PLACE,
     "experiment_name": _PLACE,
+    "kl_loss_type": _KL,
+    "kl_penalty": _KL,
+    "truncation": "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones",
+    "use_remove_padding": "rows are packed without padding where the model can do that",
     "resume": _RESUME,
     "resume_mode": _RESUME,
     "resume_from_checkpoint": _RESUME,
@@ -194,7 +198,9 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     # Within a section only what follows must be alike: trainer.project_name is not trainer.betas.
     whole = () if word.rpartition(".")[0] in sections else (*known, *sections)
-    spellings = {**ALIASES, **leaves, **{name: name for name in whole}}
+    # Most of a long name of theirs is its sections, which all of them begin with.
+    aliases = {name: setting for name, setting in ALIASES.items() if "." not in name}
+    spellings = {**aliases, **leaves, **{name: name for name in whole}}
     for part in (word, word.rpartition(".")[2]):
         if near := difflib.get_close_matches(part, spellings, n=1, cutoff=NEAR):
             return spellings[near[0]]

@@ -86,6 +86,8 @@ def _gpus(count: int) -> str:
 
 
 def _algorithm(settings: RunSettings) -> str:
+    if settings.rollout_split == "eval-only":
+        return ""
     if settings.rl_phase == "rollout":
         return "none (--rl-phase rollout)"
     trainer, lora = settings.trainer, settings.trainer.lora.rank

@@ -369,6 +369,7 @@ BAD = [
     ),
     ("trainer.lr", "did you mean trainer.learning_rate=VALUE?"),
     ("iterations", "did you mean --iterations?"),
+    ("good.jsonl", "nor KEY=VALUE; a file is given as --tasks good.jsonl"),
     ("xyzzy", "nor KEY=VALUE; e.g. trainer.learning_rate=1e-6"),
     ("trainer=3", "unknown setting trainer; did you mean a setting in it: trainer.algorithm, "),
     ("lr=1e-6", "unknown setting lr; did you mean trainer.learning_rate?"),

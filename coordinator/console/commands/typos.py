@@ -4,6 +4,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -20,6 +21,13 @@ MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "hel
 
 DIRECTORIES = {"--dir", "--directory", "--path", "--folder", "--output-dir", "--output"}
 """What others call the option that names a directory."""
+_SETTINGS, _TASKS = "--config {}", "--tasks {}"
+_OPTION_OF = {
+    ".toml": _SETTINGS, ".yaml": _SETTINGS, ".yml": _SETTINGS,
+    ".jsonl": _TASKS, ".json": _TASKS, ".csv": _TASKS, ".parquet": _TASKS, ".arrow": _TASKS,
+    ".py": "--reward {}:FUNCTION",
+}  # fmt: skip
+"""How a file is given, by its suffix."""
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
 
 
@@ -31,6 +39,8 @@ def refuse_word(word: str) -> None:
     near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, commands, n=1)
     if word in commands:
         advice = f"a command comes first: run {word} ..."
+    elif option := _OPTION_OF.get(Path(word).suffix if Path(word).is_file() else ""):
+        advice = f"a file is given as {option.format(word)}"
     elif near:
         advice = f"did you mean run {near[0]}?"
     elif setting := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):

@@ -303,9 +303,22 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_unknown_setting_of_a_file_is_refused_by_its_dotted_name(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer: {learning_rat: 1}\n1: 2\n")
-    assert refused(read_file(file)) == (
-        "unknown setting trainer.learning_rat; did you mean trainer.learning_rate?"
-    )
+    text = refused(read_file(file))
+    assert text.startswith("unknown setting trainer.learning_rat; did you mean trainer.learning_rate?; 1: ")
+
+
+def test_settings_of_another_trainer_are_all_answered_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("data: {train_batch_size: 8, max_response_length: 9}\ncritic: {lr: 1}\nactor: {n: 4}\n")
+    text = refused(read_file(file))
+    for theirs, ours in {
+        "unknown setting data.train_batch_size; ": "rollout.tasks_per_iteration",
+        "; data.max_response_length: ": "rollout.max_tokens",
+        "; critic.lr: ": "there is no critic",
+        "; actor.n: ": "rollout.samples_per_task",
+    }.items():
+        assert ours in text.partition(theirs)[2].partition("; ")[0]
+    assert refused({f"none.of{number}": 1 for number in range(38)}).endswith("; and 8 more")
 
 
 def test_override_goes_before_the_file_and_both_before_the_defaults(tmp_path: Path) -> None:

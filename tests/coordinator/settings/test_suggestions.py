@@ -62,12 +62,18 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
         ("trainer.total_epochs", "give --iterations"),
         ("trainer.experiment_name", "--log-path DIR"),
         ("critic.optim.lr", "there is no critic"),
+        ("actor_rollout_ref.actor.kl_loss_type", "trainer.kl=k3"),
+        ("data.truncation", "no prompt is cut"),
         ("--resume", "the same command again resumes a run"),
         ("custom_reward_function.path", "--reward my_rewards.py:score"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
     assert advice in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
+
+
+def test_sections_of_theirs_are_no_likeness() -> None:
+    assert meant("actor_rollout_ref.model.use_liger", KNOWN) == "run --dry-run shows all settings"
 
 
 def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:

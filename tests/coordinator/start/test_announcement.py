@@ -71,7 +71,7 @@ def test_evaluation_of_named_sets_says_their_reward_and_nothing_of_training_task
     (tmp_path / "other.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     sets = {"eval.sets.sums.tasks": str(tmp_path / "other.jsonl"), "eval.sets.sums.reward": "numeric"}
     lines = said(tmp_path, {"rl_phase": "rollout", "rollout_split": "eval-only", "tasks": str(tasks), **sets})
-    assert lines["reward"] == "numeric, environment single_turn" and "data" not in lines
+    assert lines["reward"] == "numeric, environment single_turn" and not {"data", "algorithm"} & lines.keys()
 
 
 def test_start_without_settings_says_that_it_is_the_demo(tmp_path: Path) -> None:

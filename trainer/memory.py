@@ -131,7 +131,12 @@ def inputs_bytes(shape: Shape, trainer: TrainerSettings) -> float:
     numbers = float(shape.hidden)
     if not trainer.activation_checkpointing:
         numbers = WIDE / 2 * shape.wide / trainer.tensor_parallel_size + NARROW * shape.hidden
-    return HALF_BYTES * numbers * trainer.max_tokens_per_microbatch * shape.depth
+    return HALF_BYTES * numbers * _tokens(trainer) * shape.depth
+
+
+def _tokens(trainer: TrainerSettings) -> float:
+    """Return how many tokens of a microbatch a rank computes."""
+    return trainer.max_tokens_per_microbatch / trainer.context_parallel
 
 
 def base_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
@@ -166,7 +171,7 @@ def _layer_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """
     size = trainer.tensor_parallel_size
     numbers = WIDE * shape.wide / size + NARROW * shape.hidden
-    kept = HALF_BYTES * trainer.max_tokens_per_microbatch * numbers
+    kept = HALF_BYTES * _tokens(trainer) * numbers
     if is_sharded(shape, trainer, gpus):
         gradients = HALF_BYTES * shape.head + ENDS_BYTES * shape.layer / size
     else:

@@ -187,6 +187,8 @@ class TrainerSettings(Settings):
     """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs of a node that share each layer."""
+    context_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs of a node that share each sequence (Ulysses)."""
     activation_checkpointing: bool = True
     """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
     sharded."""
@@ -300,6 +302,12 @@ class TrainerSettings(Settings):
             raise ValueError(
                 f"trainer.tensor_parallel_size={self.tensor_parallel_size} shards the model, which "
                 "trainer.layout=replicated does not; leave one of them out"
+            )
+        if self.context_parallel > 1 and (self.tensor_parallel_size > 1 or self.compile):
+            other = "compile=true" if self.compile else f"tensor_parallel_size={self.tensor_parallel_size}"
+            raise ValueError(
+                f"trainer.context_parallel={self.context_parallel} does not go with trainer.{other} yet; "
+                "leave one of them out"
             )
         if self.layout == "replicated" and self.cpu_offload:
             raise ValueError(

@@ -128,6 +128,8 @@ ALIASES = {
     "vllm_gpu_memory_utilization": "engine.args.gpu_memory_utilization",
     "tensor_model_parallel_size": "engine.tensor_parallel_size",
     "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
+    "ulysses_sequence_parallel_size": "trainer.context_parallel",
+    "context_parallel_size": "trainer.context_parallel",
 }
 """Settings by the names that TRL, verl and their like give to them."""
 _KL = "set both trainer.kl=k3 and trainer.kl_coefficient"

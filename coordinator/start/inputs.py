@@ -148,12 +148,14 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
     if settings.data_path is not None:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
     refusals_of_models.refuse_two_precisions(settings, engine)
-    processes, size = local_processes(settings), settings.trainer.tensor_parallel_size
-    if settings.rl_phase != "rollout" and processes % size:
-        raise SettingsError(
-            f"trainer.tensor_parallel_size={size} does not divide the {processes} training processes of this "
-            "node; choose a divisor, or trainer.processes_per_node"
-        )
+    processes = local_processes(settings)
+    for setting in ("tensor_parallel_size", "context_parallel"):
+        size = getattr(settings.trainer, setting)
+        if settings.rl_phase != "rollout" and processes % size:
+            raise SettingsError(
+                f"trainer.{setting}={size} does not divide the {processes} training processes of this node; "
+                "choose a divisor, or trainer.processes_per_node"
+            )
     refusals_of_models.refuse_wrong_teacher(settings)
     try:
         if settings.rl_phase != "update":
@@ -166,6 +168,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if model is not None:
             refusals_of_models.refuse_quantised(settings, model)
+            refusals_of_models.refuse_undivided(settings, model)
             parameters = count_parameters(model)
             if settings.rl_phase != "update":
                 lora = settings.trainer.lora

@@ -11,7 +11,13 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_dir import is_adapter
-from rollout.engines.model_facts import DEQUANTISED, quantisation, vocabulary_size
+from rollout.engines.model_facts import (
+    DEQUANTISED,
+    attention_heads,
+    quantisation,
+    recurrent_layers,
+    vocabulary_size,
+)
 from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
 from rollout.environments.self_teacher import SelfTeacher
 from rollout.rewards.parts import parts_of
@@ -118,6 +124,23 @@ def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
         f"--model {settings.model}: its weights are quantised ({method}), and a run trains and serves them "
         f"as numbers of 16 or 32 bits; give the model that it was made of, or a dequantised copy{makes}"
     )
+
+
+def refuse_undivided(settings: RunSettings, model_dir: Path) -> None:
+    """Raise SettingsError if the model's configuration says that ranks cannot share its sequences. What it
+    does not say, training finds out by trying.
+    """
+    size = settings.trainer.context_parallel
+    if size == 1 or is_adapter(model_dir):
+        return
+    (heads, _), kinds = attention_heads(model_dir), recurrent_layers(model_dir)
+    if kinds or heads % size:
+        reason = f"layers of the kind {', '.join(kinds)}" if kinds else f"{heads} attention heads"
+        advice = "give 1" if kinds else "give a number that divides them"
+        raise SettingsError(
+            f"trainer.context_parallel={size}: --model {settings.model} has {reason}, which ranks cannot "
+            f"share; {advice}"
+        )
 
 
 def has_end(settings: RunSettings, special_tokens: SpecialTokens) -> bool:

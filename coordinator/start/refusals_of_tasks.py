@@ -174,11 +174,12 @@ def refuse_pictures(
     takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
     rollout, trainer = settings.rollout, settings.trainer
     kinds = [each.environment for each in shown if each.environment != "single_turn"]
-    lora, size = trainer.lora.rank, trainer.tensor_parallel_size
+    lora, size, ranks = trainer.lora.rank, trainer.tensor_parallel_size, trainer.context_parallel
     reasons = [
         (not isinstance(engine, Embedded), f"the engine {engine.name}", "give --engine torch"),
         (lora, f"trainer.lora.rank={lora}", "give 0"),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
+        (ranks > 1, f"trainer.context_parallel={ranks}", "give 1"),
     ]
     subject = f"--model {settings.model} is a {' or '.join(PICTURED)}"
     if shown:

@@ -18,6 +18,10 @@ _EXPERTS = (
     ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
 )
 """How configurations call the number of experts, and of those that a token goes to."""
+_LAYERS = ("layer_types", "layers_block_type", "block_types")
+"""Where a configuration names the kind of each layer."""
+_RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")
+"""Parts of the names of kinds that are no attention alone."""
 _QUANTISED = ("quantization_config", "compression_config")
 """Where a configuration says how its weights are quantised, in whichever part of it."""
 _QUANTISED_BESIDE = {
@@ -206,6 +210,16 @@ def attention_heads(model_dir: Path) -> tuple[int, int]:
     heads = heads if type(heads) is int else 0
     key_heads = text.get("num_key_value_heads")
     return heads, key_heads if type(key_heads) is int else heads
+
+
+def recurrent_layers(model_dir: Path) -> list[str]:
+    """Return the kinds of layers, as config.json names them, in which a token depends on those before it
+    otherwise than by attention.
+    """
+    text = _configs(model_dir)[1]
+    lists = [text[name] for name in _LAYERS if isinstance(text.get(name), list)]
+    kinds = {str(kind) for of_layers in lists for kind in of_layers}
+    return sorted(kind for kind in kinds if any(word in kind for word in _RECURRENT))
 
 
 def vocabulary_size(model_dir: Path) -> int | None:

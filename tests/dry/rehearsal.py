@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 from trainer.checkpoint import hub_files  # isort: skip
 from trainer.batch.batch import Batch, Counts  # isort: skip
 from trainer.batch.packing import Packing  # isort: skip
-from trainer.model import host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
+from trainer.model import context, host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
 from trainer.model.attention import Kernel  # isort: skip
 from trainer.model.parallel import local_part  # isort: skip
 from trainer.settings import TrainerSettings  # isort: skip
@@ -75,7 +75,13 @@ def patch() -> None:
     host_memory.pin = lambda _held: None
     parallel.Layout.choose = staticmethod(apart(layout_of))
     found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
-    model.Learner.arrange = lambda self, share_prompts: setattr(self, "arrangement", found)
+
+    def arrange(self: model.Learner, share_prompts: bool) -> None:
+        self.arrangement = found
+        self._is_divided = self.layout.context_parallel > 1
+        context.register(self.layout)
+
+    model.Learner.arrange = arrange
 
 
 def make_batch(sequences: int) -> Batch:
@@ -125,7 +131,7 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     os.environ["LOCAL_WORLD_SIZE"] = str(min(8, gpus))
     patch()
-    ranks = gpus // settings.tensor_parallel_size
+    ranks = gpus // settings.tensor_parallel_size // settings.context_parallel
     count = settings.max_tokens_per_microbatch // LENGTH * ranks * MICROBATCHES
     settings = settings.model_copy(update={"global_batch_size": count})
     with MODE, BYTES:

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gsm8k-8-gpus": ("Qwen/Qwen3-8B", 8, {}),
     "offloaded": ("Qwen/Qwen3-8B", 1, {"layout": "sharded", "cpu_offload": True}),
     "tensor-parallel": ("Qwen/Qwen3-8B", 8, {"tensor_parallel_size": 2}),
+    "context-parallel": ("Qwen/Qwen3-8B", 8, {"context_parallel": 2, "max_tokens_per_microbatch": 32_768}),
     "sharded-lora": ("Qwen/Qwen2.5-7B-Instruct", 8, {"layout": "sharded", "lora": {"rank": 16}}),
     "experts": ("Qwen/Qwen3-30B-A3B", 8, {}),
     "muon-tensor": ("Qwen/Qwen3-8B", 8, {"optimizer": "muon", "tensor_parallel_size": 2}),

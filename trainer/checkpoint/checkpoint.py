@@ -253,7 +253,8 @@ def _write_parts(
     dtype = save_dtype(request.settings, learner.device)
     weights = _write_model(learner, outputs, request, dtype)
     document = ""
-    if probe and (lead or learner.layout.sharded):  # replicas would all compute the same
+    layout = learner.layout
+    if probe and (layout.data_rank == 0 or layout.sharded):  # replicas would all compute the same
         document = probe_document(learner, probe)
     if probe:
         if request.ahead:  # the copies get what the checkpoint gets

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,17 @@ from torch.optim import AdamW
 
 from rollout.engines.short_model import short_model
 from trainer.batch.packing import Microbatch
-from trainer.model import attention, packed_sequences, parallel
+from trainer.model import attention, context, packed_sequences, parallel
 from trainer.model.attention import Kernel
 from trainer.model.host_memory import HostMemory
 from trainer.model.loading import build_scorer, count_parameters, model_directory
 from trainer.model.muon import MuonAndAdamW, layer_matrices
 from trainer.model.packed_sequences import Apart, Arrangement
-from trainer.model.parallel import Layout
+from trainer.model.parallel import Layout, LayoutError
 from trainer.model.pictures import Pictures
 from trainer.model.quantised import Quantised
 from trainer.model.token_logprobs import Scorer
-from trainer.peers import waiting_for_peers
+from trainer.peers import PeerLost, waiting_for_peers
 from trainer.progress import SILENT, Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
@@ -72,6 +73,8 @@ class Learner:
         """What the files of weights hold that this rank has written last, by name, for deltas to them."""
         self.saved_as: dict[torch.dtype, Any] = {}
         """What checkpoint.hub_files has found out about writing its weights, by their dtype."""
+        self._is_divided = False
+        """Whether the layout's context group divides the columns of rows."""
         self._partial = parallel.partial_parameters(self.model, layout)
         self._on_host = False
         self._host = HostMemory()
@@ -138,12 +141,17 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         apart = apart or self.arrangement.apart
         kernel = kernel or self.kernel(microbatch)
+        divided = self._is_divided and len(microbatch.targets) > 0
+        if divided:
+            microbatch = context.padded(microbatch, self.layout.context_parallel)
         scored_at, targets = (
             torch.from_numpy(array).to(self.device) for array in (microbatch.scored_at, microbatch.targets)
         )
-        scorer.use(kernel if len(targets) else Kernel.OWN)
+        scorer.use(kernel if len(targets) else Kernel.OWN, divided)
         if len(targets):
-            inputs = packed_sequences.decoder_inputs(microbatch, apart, kernel, scorer.config, self.device)
+            inputs = packed_sequences.decoder_inputs(
+                microbatch, apart, kernel, scorer.config, self.device, divided
+            )
         elif self.layout.sharded:
             # This rank must help to gather the layers. It passes one token, which is not scored.
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -160,8 +168,18 @@ class Learner:
             if self.pictures is None:
                 raise ValueError("the batch has pictures, and the request does not say where they are")
             pictures = self.pictures.placed(microbatch)
+        mine = None
+        if divided:
+            inputs, scored_at, mine = context.own_block(
+                inputs, microbatch.scored_at, self.device, self.layout
+            )
+            targets = targets[mine]
+            temperatures = None if temperatures is None else temperatures[mine]
         try:
-            return scorer(inputs, scored_at, targets, temperatures, entropy_gradient, pictures)
+            scores = scorer(inputs, scored_at, targets, temperatures, entropy_gradient, pictures)
+            if mine is None:
+                return scores
+            return context.joined(scores, mine, len(microbatch.targets), self.layout)
         finally:
             if self.layout.sharded and not torch.is_grad_enabled():
                 # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the
@@ -174,7 +192,7 @@ class Learner:
             self.device.type,
             self.arrangement.works,
             shared=microbatch.segments is not None,
-            several=microbatch.is_packed,
+            several=microbatch.is_packed or self._is_divided,
             columns=microbatch.token_ids.shape[1],
         )
 
@@ -196,6 +214,37 @@ class Learner:
         self.arrangement = arrangement
         if self.layout.rank == 0:
             logger.info("%s", self.arrangement)
+        if self.layout.context_parallel > 1:
+            self._divide_rows()
+
+    @torch.no_grad()
+    def _divide_rows(self) -> None:
+        """Divide columns over the context group from now on. Raises LayoutError if that changes scores."""
+        context.register(self.layout)
+        ranks, causal = self.layout.context_parallel, self.scorer.causal
+        for microbatch in packed_sequences.trial_rows(self.scorer.config.vocab_size, self.arrangement):
+            columns = microbatch.token_ids.shape[1]
+            words = microbatch.token_ids.copy()
+            words[:, : columns // ranks] = words[:, : columns // ranks][:, ::-1]
+            self._is_divided = False
+            whole, changed = (
+                self._run(self.scorer, replace(microbatch, token_ids=ids))[0]
+                for ids in (microbatch.token_ids, words)
+            )
+            later = torch.from_numpy(microbatch.scored_at % columns >= columns // ranks)
+            effect = float((changed - whole)[later].abs().max())
+            self._is_divided = True
+            try:
+                error = float((self._run(self.scorer, microbatch)[0] - whole).abs().max())
+                reason = f"scores are wrong by {error:.1e}, as with recurrent layers"
+            except PeerLost:
+                raise
+            except Exception as failure:  # any family may refuse any argument in any way
+                error, reason = math.inf, attention.brief(failure)
+            if not error <= packed_sequences.allowed_error(effect, self.scorer.computes_in == torch.float32):
+                raise LayoutError(
+                    f"trainer.context_parallel={ranks} and {type(causal).__name__}: {reason}; use 1"
+                )
 
     def _arrange_short(self, share_prompts: bool, kernels: bool) -> Arrangement | None:
         """Return what a short model tells; None if there is no short model, or if it tells nothing."""
@@ -253,6 +302,8 @@ class Learner:
         layout = self.layout
         if not layout.sharded:
             if layout.world_size > 1:
+                if layout.context_parallel > 1:  # each rank of a group has all of its statistics
+                    self.sums.div_(layout.context_parallel)
                 with waiting_for_peers("adding up the gradients"):
                     dist.all_reduce(self.summed)
             return self.sums.tolist(), torch.linalg.vector_norm(self.gradients).item()
@@ -260,7 +311,7 @@ class Learner:
             parallel.add_up_partial(self._partial, layout)
             squares = [parallel.squared_norm_share(g, layout.world_size) for g in self._gradients()]
             square = torch.stack(squares).sum().to(self.device)
-            sums = torch.cat([self.sums / layout.tensor_parallel_size, square[None]])
+            sums = torch.cat([self.sums / layout.group_size, square[None]])
             dist.all_reduce(sums)
         *statistics, square = sums.tolist()
         return statistics, square**0.5

@@ -97,17 +97,23 @@ nothing can be told from trying, and a row holds one sequence."""
 
 
 def decoder_inputs(
-    microbatch: Microbatch, apart: Apart, kernel: Kernel, config: Any, device: torch.device
+    microbatch: Microbatch,
+    apart: Apart,
+    kernel: Kernel,
+    config: Any,
+    device: torch.device,
+    divided: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of a transformers decoder for the microbatch's tokens, on `device`.
 
     With bounds, of Apart.KERNELS or of the attention's `kernel`, the rows become one long row, because the
     kernels of recurrent layers take bounds within a single row. `config` must name the kernel's attention.
+    `divided`: the model will see some of the columns, and can make no mask of them itself.
     """
     positions = microbatch.position_ids
     is_packed = microbatch.is_packed
     needs_mask = microbatch.segments is not None or (
-        is_packed and apart is not Apart.POSITIONS and not kernel.takes_bounds
+        (divided or (is_packed and apart is not Apart.POSITIONS)) and not kernel.takes_bounds
     )
     token_ids, segments = microbatch.token_ids, microbatch.segments
     inputs: dict[str, Any] = {}
@@ -253,6 +259,22 @@ def arrange(
     return Arrangement(apart or Apart.POSITIONS, packing, reasons, is_told)
 
 
+def allowed_error(effect: float, exact: bool) -> float:
+    """Return the largest error of a logprob that is no mistake, where a mistake makes one of `effect`."""
+    return max((EXACT if exact else ROUNDED) * effect, ROUNDING)
+
+
+def trial_rows(vocabulary: int, arrangement: Arrangement) -> list[Microbatch]:
+    """Return microbatches of the kinds that the arrangement makes, to try something else with."""
+    batch = _two_sequences(vocabulary)
+    first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
+    both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
+    apart = [[first, second], [second]] if arrangement.packing.several else [[first], [second]]
+    return [
+        fill(batch, rows) for rows in (apart, [[both]] * bool(arrangement.packing.pairs_per_token)) if rows
+    ]
+
+
 class _Trial:
     """Compares the scores of packed sequences with those on their own."""
 
@@ -263,7 +285,7 @@ class _Trial:
         effect = float((seen - torch.cat(alone)).abs().max())
         tolerance = EXACT if exact else ROUNDED
         self.is_telling = effect > TELLING
-        self._error = max(tolerance * effect, ROUNDING)
+        self._error = allowed_error(effect, exact)
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
     def mistake(self, packed: Microbatch, apart: Apart, kernel: Kernel = Kernel.OWN) -> str:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any
@@ -58,17 +59,26 @@ class Layout:
     sharded: bool = False
     mesh: DeviceMesh | None = None
     """If sharded: the dimensions "data" and, with tensor_parallel_size > 1, "tensor"."""
+    context_parallel: int = 1
+    """Neighbouring ranks that share each sequence and get the same microbatches; see model.context."""
+    context_group: dist.ProcessGroup | None = None
+    """Those, with context_parallel > 1."""
+
+    @property
+    def group_size(self) -> int:
+        """How many neighbouring ranks get the same microbatches."""
+        return self.tensor_parallel_size * self.context_parallel
 
     @property
     def data_rank(self) -> int:
         """This rank's place among the ranks that get different microbatches."""
-        return self.rank // self.tensor_parallel_size
+        return self.rank // self.group_size
 
     def data_weights(self, rank_weights: Sequence[float]) -> list[float]:
-        """(shares,) weights from one weight per global rank: a tensor group has its ranks' sum."""
+        """(shares,) weights from one weight per global rank: ranks with the same microbatches have a sum."""
         if len(rank_weights) != self.world_size:
             raise LayoutError(f"{len(rank_weights)} rank weights for {self.world_size} ranks; give one each")
-        size = self.tensor_parallel_size
+        size = self.group_size
         return [sum(rank_weights[k : k + size]) for k in range(0, self.world_size, size)]
 
     @staticmethod
@@ -84,16 +94,23 @@ class Layout:
         size = settings.tensor_parallel_size
         if size > 1 and settings.layout == "auto":
             sharded = True
-        if not sharded:
-            return Layout(rank, world_size)
-        if not grouped:
+        if sharded and not grouped:
             raise LayoutError("trainer.layout=sharded needs a process group; start training with torchrun")
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        if on_node % size or world_size % size:
-            raise LayoutError(
-                f"trainer.tensor_parallel_size={size} does not divide the {on_node} training processes of "
-                f"this node (of {world_size} in all); choose a divisor, or trainer.processes_per_node"
-            )
+        for name in ("tensor_parallel_size", "context_parallel"):
+            ranks = getattr(settings, name)
+            if on_node % ranks or world_size % ranks:
+                raise LayoutError(
+                    f"trainer.{name}={ranks} does not divide the {on_node} training processes of this node "
+                    f"(of {world_size} in all); choose a divisor, or trainer.processes_per_node"
+                )
+        layout = Layout(rank, world_size)
+        if (ranks := settings.context_parallel) > 1:
+            timeout = timedelta(seconds=settings.collective_timeout_s)
+            group, _ = dist.new_subgroups(ranks, timeout=timeout)
+            layout = replace(layout, context_parallel=ranks, context_group=group)
+        if not sharded:
+            return layout
         if size == 1:
             mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("data",))
         else:
@@ -101,7 +118,7 @@ class Layout:
             mesh = init_device_mesh(
                 device.type, (world_size // size, size), mesh_dim_names=("data", "tensor")
             )
-        return Layout(rank, world_size, size, True, mesh)
+        return replace(layout, tensor_parallel_size=size, sharded=True, mesh=mesh)
 
 
 def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings, on_gpu: bool) -> None:

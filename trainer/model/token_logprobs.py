@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rollout.engines.embedded.picture_input import Placed, picture_features, put_in
 from rollout.engines.model_facts import PICTURED
+from trainer.model import context
 from trainer.model.attention import Kernel
 from trainer.model.parallel import decoder_layers
 from trainer.model.rounding import Rounding
@@ -80,9 +81,12 @@ class Scorer(nn.Module):
         """The transformers model, out of peft's wrapper."""
         return self._causal[0]
 
-    def use(self, kernel: Kernel) -> None:
-        """Compute attention with this kernel from now on: a backward pass may compute the forward again."""
+    def use(self, kernel: Kernel, divided: bool = False) -> None:
+        """Compute attention with this kernel from now on: a backward pass may compute the forward again.
+        `divided`: the ranks of a context group compute it together.
+        """
         name = self._own_attention if kernel is Kernel.OWN else kernel.registered
+        name = context.divided(name) if divided else name
         if self.config._attn_implementation != name:
             self.config._attn_implementation = name
 

@@ -109,10 +109,10 @@ def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[li
 
 
 def _over_ranks(values: Values, layout: Layout) -> Values:
-    """Return the sum over the ranks; those of a tensor group have the same tokens, which count once."""
+    """Return the sum over the ranks; those of a group have the same tokens, which count once."""
     if layout.world_size == 1:
         return values
     summed = torch.from_numpy(values)
     with waiting_for_peers("adding up the KL of the rewards"):
         dist.all_reduce(summed)
-    return summed.numpy() / layout.tensor_parallel_size
+    return summed.numpy() / layout.group_size

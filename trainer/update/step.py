@@ -338,7 +338,7 @@ def by_source(stats: Sequence[StepStats], batch: Batch, settings: TrainerSetting
     if not batch.source_names or not stats:
         return {}
     sums = torch.stack([step.by_source for step in stats if step.by_source is not None]).sum(0).cpu()
-    if dist.is_initialized():  # a tensor group counts its tokens as often as it has ranks, which cancels out
+    if dist.is_initialized():  # a group counts its tokens as often as it has ranks, which cancels out
         with waiting_for_peers("adding up what sources show"):
             dist.all_reduce(sums)
     tokens, *totals = sums.tolist()

@@ -63,8 +63,9 @@ def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], 
     def refuse(rollout: Sequence[int], train: Sequence[int]) -> str:
         if undivided(rollout, engine.tensor_parallel_size or 1):
             return f"engine.tensor_parallel_size={engine.tensor_parallel_size} does not divide its devices"
-        if undivided(train, trainer.tensor_parallel_size):
-            return f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} does not divide its devices"
+        for setting in ("tensor_parallel_size", "context_parallel"):
+            if undivided(train, size := getattr(trainer, setting)):
+                return f"trainer.{setting}={size} does not divide its devices"
         if findings.shape is not None and findings.gpu_bytes:
             needed = least_bytes(findings.shape, trainer, len(train))
             if needed > findings.gpu_bytes:

@@ -349,6 +349,34 @@ def test_quantised_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
+    ("config", "processes", "reason"),
+    [
+        (
+            {"num_attention_heads": 6},
+            4,
+            "--model MODEL has 6 attention heads, .*; give a number that divides",
+        ),
+        ({"layer_types": ["conv", "full_attention"]}, 4, "has layers of the kind conv, .*; give 1"),
+        ({"text_config": {"layer_types": ["linear_attention"]}}, 4, "of the kind linear_attention, "),
+        ({"num_attention_heads": 8}, 6, "does not divide the 6 training processes of this node"),
+    ],
+)
+def test_model_whose_sequences_ranks_cannot_share_is_refused(
+    tmp_path: Path, config: dict[str, Any], processes: int, reason: str
+) -> None:
+    model = write_model(tmp_path / "model", {"eos_token_id": 0, **config})
+    given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
+    passes(given)
+    given |= {"trainer.context_parallel": 4, "trainer.processes_per_node": processes}
+    text = refusal(given)
+    assert text.startswith("trainer.context_parallel=4")
+    assert re.search(reason.replace("MODEL", str(model)), text)
+    fitting = {"num_attention_heads": 8, "layer_types": ["sliding_attention"]}
+    (model / "config.json").write_text(json.dumps({"eos_token_id": 0, **fitting}))
+    passes(given | {"trainer.processes_per_node": 4})
+
+
+@pytest.mark.parametrize(
     ("name", "dtype"),
     [("q_proj.weight", np.int8), ("q_proj.qweight", np.int32), ("experts.down_proj_blocks", np.uint8)],
 )
@@ -537,6 +565,7 @@ LLAVA = {"model_type": "llava", "image_token_index": 3}
             {"trainer.tensor_parallel_size": 2, "trainer.processes_per_node": 2},
             "tensor_parallel_size=2 ",
         ),
+        (LLAVA, {"trainer.context_parallel": 2, "trainer.processes_per_node": 2}, "context_parallel=2 "),
     ],
 )
 def test_what_takes_no_pictures_yet_is_refused(

@@ -105,6 +105,21 @@ def test_update_is_the_same_for_any_split_kept_alive_or_relaunched(
     assert not any(group_members(group) for node in nodes for group in node.groups())
 
 
+def test_two_ranks_of_a_node_share_each_sequence(
+    start_node: StartNode, make_request: MakeRequest, batch: Batch, base_dir: Path, settings: TrainerSettings
+) -> None:
+    alone = build_learner(base_dir, torch.device("cpu"), settings)
+    stats = train(alone, batch, settings, max_tokens=32, report=lambda line: None)
+    node = start_node(2)
+    shared = settings.model_copy(update={"context_parallel": 2})
+    request = make_request(batch, rank_weights=(1, 1)).model_copy(update={"settings": shared})
+    ask([node], 1, request)
+    for name, tensor in weights(request).items():
+        torch.testing.assert_close(tensor, alone.parameters[name].detach(), rtol=0, atol=1e-5)
+    loss = sum(s.loss * s.trained_tokens for s in stats) / batch.loss_mask.sum()
+    assert result_of(request).metrics["loss"] == pytest.approx(loss, abs=1e-6)
+
+
 def test_only_the_first_rank_of_a_node_is_profiled_and_only_where_a_step_is_taken(
     start_node: StartNode, make_request: MakeRequest, batch: Batch, tmp_path: Path
 ) -> None:

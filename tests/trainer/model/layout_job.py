@@ -2,7 +2,7 @@
 
 DIR holds models, reference/, batch and cases.json, a list of {name, model, ranks, rank_weights, settings}.
 For each case DIR/<name>.safetensors gets the whole parameters, and DIR/<name>.json the statistics of the
-steps. The ranks are forked, which saves importing torch in each.
+steps, or why the model was refused. The ranks are forked, which saves importing torch in each.
 """
 
 import json
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainer.batch.batch import Batch
 from trainer.model import attention
 from trainer.model.model import build_learner
+from trainer.model.parallel import LayoutError
 from trainer.model.pictures import Pictures
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
@@ -46,7 +47,12 @@ def run_rank(directory: Path, rank: int) -> None:
             timeout=timedelta(seconds=LIMIT_S),
         )
         settings = TrainerSettings(**case["settings"])
-        learner = build_learner(directory / case["model"], CPU, settings)
+        try:
+            learner = build_learner(directory / case["model"], CPU, settings)
+        except LayoutError as error:
+            (directory / f"{case['name']}.json").write_text(json.dumps({"refused": str(error)}))
+            dist.destroy_process_group()
+            continue
         if rank and not learner.layout.sharded:  # a machine of another kind, whose replica has drifted
             with torch.no_grad():
                 next(iter(learner.parameters.values())).view(-1)[rank] += 0.5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ IN_BFLOAT16: dict[str, dict[str, Any]] = {
     "replicated_mixed": MIXED,
     "sharded_mixed": MIXED | SHARDED,
     "tensor_mixed": MIXED | {"tensor_parallel_size": 2},
+    "sharded_context_mixed": MIXED | SHARDED | {"context_parallel": 2},
 }
 FAMILIES = {
     "gpt_oss": True,  # packed with masks
@@ -58,10 +60,23 @@ FAMILIES = {
     "falcon_mamba": False,  # the same, found out by an error inside FSDP's hooks
 }
 """Whether rows hold several sequences of these models."""
+DIVIDED = ("llama", "qwen3_moe", "mistral", "deepseek_v3")
+"""Families whose sequences two ranks share: experts, windows, latent attention."""
+UNDIVIDED = {
+    "gpt_oss": "RuntimeError: Sizes of tensors must match",
+    "qwen3_next": "scores are wrong by .*, as with recurrent layers",
+}
+"""Families in which they cannot, and what is said."""
 CASES = [
     {"name": "replicated", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
     {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
     {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
+    {
+        "name": "sharded_context",
+        "ranks": 4,
+        "rank_weights": [2, 1, 1, 1],
+        "settings": SHARDED | {"context_parallel": 2},
+    },
     {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
     {"name": "sharded_half", "ranks": 2, "rank_weights": [2, 1], "settings": SHARDED | HALF},
     {"name": "replicated_muon", "ranks": 2, "rank_weights": [2, 1], "settings": MUON},
@@ -89,6 +104,8 @@ CASES = [
             ("replicated_reward", 3, {}, "reward", "leave_one_out"),
             ("sharded_token_reward", 2, SHARDED, "token_reward", "whitened"),
             ("tensor_reward", 4, {"tensor_parallel_size": 2}, "reward", "leave_one_out"),
+            # Of two heads for keys, four ranks need two copies.
+            ("replicated_context_reward", 4, {"context_parallel": 4}, "reward", "leave_one_out"),
         )
         for reward in [{"kl": "k1", "kl_in": kl_in, "advantage": advantage}]
     ),
@@ -108,7 +125,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
     make_model(directory / "model", seed=0)
     make_model(directory / "reference", seed=1)
     (directory / "batch").write_bytes(small_batch.encode())
-    for family in FAMILIES:
+    for family in {*FAMILIES, *DIVIDED, *UNDIVIDED}:
         make_tiny_model(family, directory / family)
     cases = [{"model": "model"} | case | {"settings": SETTINGS | case["settings"]} for case in CASES]
     cases += [
@@ -118,6 +135,16 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
     cases += [
         {"name": name, "model": "model", "ranks": 2, "rank_weights": [1, 1], "settings": PLAIN | more}
         for name, more in IN_BFLOAT16.items()
+    ]
+    cases += [
+        {
+            "name": f"{family}_divided",
+            "model": family,
+            "ranks": 2,
+            "rank_weights": [1, 1],
+            "settings": PLAIN | {"context_parallel": 2},
+        }
+        for family in (*DIVIDED, *UNDIVIDED)
     ]
     (directory / "cases.json").write_text(json.dumps(cases))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -218,6 +245,26 @@ def test_families_that_need_help_in_rows_train_alike_sharded(
             assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.parametrize("family", DIVIDED)
+def test_two_ranks_share_the_sequences_of_a_family(job: Path, small_batch: Batch, family: str) -> None:
+    settings = TrainerSettings(**PLAIN)
+    learner = build_learner(job / family, CPU, settings)
+    stats = train(learner, small_batch, settings, max_tokens=24, report=lambda line: None)
+    about = json.loads((job / f"{family}_divided.json").read_text())
+    for mine, theirs in zip(stats, about["steps"], strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-5, abs=1e-6), name
+    whole = load_file(job / f"{family}_divided.safetensors")
+    for name, value in whole.items():
+        torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", UNDIVIDED)
+def test_family_whose_sequences_ranks_cannot_share_is_refused(job: Path, family: str) -> None:
+    refusal = json.loads((job / f"{family}_divided.json").read_text())["refused"]
+    assert re.fullmatch(rf"trainer.context_parallel=2 and \w+: {UNDIVIDED[family]}.*; use 1", refusal)
+
+
 def test_temperatures_of_a_sharded_model_on_gpus_are_not_rounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +305,11 @@ def test_embeddings_that_a_plan_would_split_stay_whole(monkeypatch: pytest.Monke
     assert "layers.*.self_attn.q_proj" in found and "embed_tokens" not in found
 
 
+def test_context_group_that_the_processes_cannot_form_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"trainer.context_parallel=2 does not divide the 1 training proc"):
+        Layout.choose(1000, TrainerSettings(context_parallel=2), CPU)
+
+
 def test_sharded_layout_without_a_job_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"trainer.layout=sharded needs a process group"):
         Layout.choose(1000, TrainerSettings(layout="sharded"), CPU)
@@ -269,6 +321,11 @@ def test_sharded_layout_without_a_job_is_refused() -> None:
         ({"layout": "replicated", "tensor_parallel_size": 2}, "tensor_parallel_size=2 shards the model"),
         ({"layout": "replicated", "cpu_offload": True}, "cpu_offload=true is for a sharded model"),
         ({"lora": {"rank": 4}, "tensor_parallel_size": 2}, "adapters are not split"),
+        (
+            {"context_parallel": 2, "tensor_parallel_size": 2},
+            "does not go with trainer.tensor_parallel_size=2",
+        ),
+        ({"context_parallel": 2, "compile": True}, "does not go with trainer.compile=true"),
         ({"keep_alive": False, "save_interval": 2}, "would repeat the training"),
         ({"algorithm": "gspo", "kl": "k1", "kl_in": "reward"}, "kl_in=reward with .*=standardised"),
         ({"algorithm": "maxrl", "kl": "k1", "kl_in": "reward"}, "kl_in=reward with .*=success"),

@@ -285,6 +285,9 @@ def test_split_that_cannot_be_is_named_and_not_proposed(
     options = json.loads(run(root, "--json")[1])["options"]
     by_size = {len(option["rollout"]): option["refused"] for option in options}
     assert "engine.tensor_parallel_size=2" in by_size[3] and by_size[2] == by_size[4] == ""
+    root = write_run(tmp_path / "other", [4], [250.0], train_s=8.0, settings={"trainer.context_parallel": 2})
+    refused = {len(o["train"]): o["refused"] for o in json.loads(run(root, "--json")[1])["options"]}
+    assert "trainer.context_parallel=2 does not divide its devices" in refused[3] and refused[2] == ""
 
 
 def test_split_whose_trainer_does_not_fit_is_refused(tmp_path: Path, run: Any) -> None:

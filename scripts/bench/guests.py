@@ -15,10 +15,13 @@ import argparse
 import heapq
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other benchmarks, which are not installed
 
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, RunDir

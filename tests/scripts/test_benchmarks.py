@@ -35,6 +35,14 @@ def test_balance_of_unequal_nodes_is_a_table(tmp_path: Path) -> None:
     assert max(medians[f"{kind}, iteration 2"] for kind in ("claims", "tools")) <= 1.15
 
 
+def test_rollouts_with_guests_that_come_and_go_are_a_table() -> None:
+    ended = run("guests.py", "--seeds", "1", "--groups", "60")
+    assert ended.returncode == 0, ended.stderr
+    _, *rows = ended.stdout.splitlines()
+    medians = {line[:52].strip(): float(line[52:].split()[0]) for line in rows}
+    assert len(medians) == 12 and medians["2 guests, known, leave in order"] <= 1.15
+
+
 def test_two_crews_are_measured_with_rollouts_of_uneven_lengths(tmp_path: Path) -> None:
     words = ("--lengths", "segments", "--seconds", "0.5", "--iterations", "2", "--dir", str(tmp_path / "run"))
     ended = run("overlap.py", *words)

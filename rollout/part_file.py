@@ -66,6 +66,7 @@ class _TurnRecord(TypedDict):
     end: int | None
     finish_reason: str | None
     reward: NotRequired[float]
+    state: NotRequired[str]
 
 
 @with_config(extra="forbid", strict=True)
@@ -182,10 +183,8 @@ def _record(sample: Sample) -> dict[str, Any]:
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:
-    record = asdict(turn)
-    if turn.reward is None:
-        del record["reward"]  # parts of before have none
-    return record
+    later = ("reward", "state")  # parts of before have none
+    return {name: value for name, value in asdict(turn).items() if value is not None or name not in later}
 
 
 def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:

@@ -26,6 +26,8 @@ class Turn:
     """If it is generated: `stop`, or `length` if it was cut."""
     reward: float | None = None
     """If it is generated: what it alone has earned, if its environment says so."""
+    state: str | None = None
+    """If it is generated: a name of the state that it was said in, if its environment gives one."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,23 @@ class Sample:
         """Those of its turns that the model has generated."""
         return [turn for turn in self.turns if turn.begin is not None]
 
-    def reward_turns(self, rewards: Sequence[float | None]) -> None:
+    def reward_turns(self, rewards: Sequence[float | None], states: Sequence[str | None] = ()) -> None:
         """Say what each generated turn has earned (trainer.credit=turn); None: nothing of its own. A sample
-        without a reward gets their sum. Raises ValueError unless there is one for each.
+        without a reward gets their sum. `states` (trainer.credit=state): a name of the state of each; None:
+        one that cannot come again. Raises ValueError unless there is one for each.
         """
-        if len(rewards) != (count := len(self.generated_turns)):
-            raise ValueError(
-                f"{len(rewards)} rewards for {count} generated turns: give one for each, or None"
-            )
-        left = iter([None if reward is None else float(reward) for reward in rewards])
-        self.turns = [turn if turn.begin is None else replace(turn, reward=next(left)) for turn in self.turns]
+        count = len(self.generated_turns)
+        for name, given in (("rewards", rewards), ("states", states or rewards)):
+            if len(given) != count:
+                raise ValueError(
+                    f"{len(given)} {name} for {count} generated turns: give one for each, or None"
+                )
+        values = [None if reward is None else float(reward) for reward in rewards]
+        left = iter(zip(values, states or [None] * count, strict=True))
+        for place, turn in enumerate(self.turns):
+            if turn.begin is not None:
+                reward, state = next(left)
+                self.turns[place] = replace(turn, reward=reward, state=state)
         if self.reward is None:
             self.reward = sum(reward for reward in rewards if reward is not None)
 
@@ -201,6 +210,8 @@ def unfit(
         reward = 0.0 if turn.reward is None else turn.reward
         if not isinstance(reward, int | float) or not abs(reward) <= largest("reward"):
             return f"the reward of a turn is {reward}, expected a finite number up to {largest('reward'):g}"
+        if not isinstance(turn.state, str | None):
+            return f"the state of a turn is {turn.state!r:.60}, expected a text that names it"
     return None
 
 

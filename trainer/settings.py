@@ -79,9 +79,12 @@ class TrainerSettings(Settings):
     (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
     several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
     pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
-    credit: Annotated[Literal["sample", "turn"], Mark.SHAPES_BATCH] = "sample"
+    credit: Annotated[Literal["sample", "turn", "state"], Mark.SHAPES_BATCH] = "sample"
     """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
-    turns."""
+    turns (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
+    group's turns in the same state (GiGPO, arXiv 2505.10978)."""
+    state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
+    """See `credit`."""
     turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
     """What the next turn's return counts for; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
@@ -293,10 +296,10 @@ class TrainerSettings(Settings):
                 f"trainer.global_batch_size={self.global_batch_size} with trainer.advantage=label: a step "
                 "compares with answers to other prompts; give at least 2"
             )
-        if self.credit == "turn" and self.advantage not in BY_TURN:
+        if self.credit != "sample" and self.advantage not in BY_TURN:
             raise ValueError(
-                f"trainer.credit=turn with trainer.advantage={self.advantage}: that is of whole samples; use "
-                f"{', '.join(BY_TURN)}, or leave trainer.credit out"
+                f"trainer.credit={self.credit} with trainer.advantage={self.advantage}: that is of whole "
+                f"samples; use {', '.join(BY_TURN)}, or leave trainer.credit out"
             )
         if self.layout == "replicated" and self.tensor_parallel_size > 1:
             raise ValueError(

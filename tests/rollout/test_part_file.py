@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,11 +96,15 @@ def test_rewards_of_turns_survive_a_part_and_are_left_out_where_there_are_none()
     sample = make_sample(9)
     sample.turns = [Turn("assistant", "a", 4, 6, "stop"), Turn("user", "b"), Turn("assistant", "c", 8, 9)]
     assert b'"finish_reason": null, "reward"' not in encode([Group(3, "a1", "", [sample])])
-    sample.reward_turns([0.25, None])
+    sample.reward_turns([0.25, None], [None, "door 2"])
     (group,) = decode_part(encode([Group(3, "a1", "", [sample])]))[1]
     assert [turn.reward for turn in group.samples[0].turns] == [0.25, None, None]
+    assert [turn.state for turn in group.samples[0].turns] == [None, None, "door 2"]
     shown = json.loads(line_for_people(group, rank=1, model_version="d1"))["samples"][0]["turns"]
     assert [turn.get("reward") for turn in shown] == [0.25, None, None]
+    states: list[Any] = [1, None]
+    sample.reward_turns([0.25, None], states)
+    assert unfit(sample, demonstrated=False) == "the state of a turn is 1, expected a text that names it"
     sample.turns[0] = Turn("assistant", "a", 4, 6, "stop", reward=float("nan"))
     assert (
         unfit(sample, demonstrated=False)

@@ -123,6 +123,35 @@ def turn_advantages(
     return advantages
 
 
+def state_advantages(
+    of_samples: ArrayLike,
+    rewards: Sequence[Sequence[float]],
+    states: Sequence[Sequence[str | None]],
+    kind: str = "centred",
+    *,
+    discount: float = 1.0,
+    weight: float = 1.0,
+) -> list[Values]:
+    """[(K_s,), ...] advantages of the turns of a group's samples (GiGPO, arXiv 2505.10978): that of the
+    sample, `of_samples` (n,), plus `weight` times that of the turn's return, by `kind`, among those of all
+    turns of the group in the same state, several of one sample too. A state that came once, or None, adds
+    nothing.
+    """
+    returns = [_returns(of_turns, discount) for of_turns in rewards]
+    places: dict[str, list[tuple[int, int]]] = {}
+    for s, names in enumerate(states):
+        for k, name in enumerate(names):
+            if name is not None:
+                places.setdefault(name, []).append((s, k))
+    whole = np.asarray(of_samples, dtype=np.float64)
+    advantages = [np.full_like(values, own) for values, own in zip(returns, whole, strict=True)]
+    for there in places.values():
+        compared = group_advantages([returns[s][k] for s, k in there], kind, keep_flat=True)
+        for (s, k), advantage in zip(there, () if compared is None else compared, strict=True):
+            advantages[s][k] += weight * advantage
+    return advantages
+
+
 def _returns(rewards: Sequence[float], discount: float) -> Values:
     """(K,) the discounted sum of rewards (K,) from each turn on."""
     values = np.array(rewards, dtype=np.float64)

@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollout.trajectory import Group, Sample
 from trainer.batch.advantages import (
     decoupled,
     group_advantages,
     standardised_batch,
+    state_advantages,
     turn_advantages,
     whiten,
 )
@@ -46,7 +47,7 @@ class Trained(NamedTuple):
     computed: bool = True
     """False: it has no gradient, and is in the batch to be counted."""
     of_tokens: NDArray[np.float64] | None = None
-    """With credit=turn: (T,) the advantage of each token."""
+    """With credit=turn or state: (T,) the advantage of each token."""
     source: str = ""
     """That of its task, if trainer.sources has it."""
 
@@ -108,11 +109,12 @@ def _lesson(
     if settings.advantage == "decoupled" and scored:
         values = [_values(group, sample, weights) if weights else [reward] for sample, reward in scored]
         shaped = decoupled(values, [*weights.values()] if weights else [1.0]).tolist()
-    by_turn = settings.credit == "turn"
+    by_turn = settings.credit != "sample"
     advantages = group_advantages(shaped, settings.advantage, keep_flat=settings.keep_flat_groups or by_turn)
     if advantages is None:
         return []
-    of_tokens = _of_tokens([sample for sample, _ in scored], shaped, settings) if by_turn else None
+    samples = [sample for sample, _ in scored]
+    of_tokens = _of_tokens(samples, shaped, advantages, settings) if by_turn else None
     is_flat = not any(map(np.any, of_tokens or [advantages]))
     if by_turn and is_flat and not settings.keep_flat_groups:
         return []
@@ -135,20 +137,27 @@ def _lesson(
 
 
 def _of_tokens(
-    samples: Sequence[Sample], rewards: Sequence[float], settings: TrainerSettings
+    samples: Sequence[Sample], rewards: Sequence[float], advantages: ArrayLike, settings: TrainerSettings
 ) -> list[NDArray[np.float64]]:
     """[(T,), ...] the advantage of each token of a group's samples: that of its turn. What a sample's reward
-    is beyond those of its turns came at its end. A sample that names no turns is a single one.
+    is beyond those of its turns came at its end. A sample that names no turns is a single one. `advantages`
+    (n,): those of the samples.
     """
     earned = [[turn.reward or 0.0 for turn in sample.generated_turns] or [0.0] for sample in samples]
     for of_sample, reward in zip(earned, rewards, strict=True):
         of_sample[-1] += reward - sum(of_sample)
-    of_turns = turn_advantages(earned, settings.advantage, discount=settings.turn_discount)
+    kind, discount = settings.advantage, settings.turn_discount
+    if settings.credit == "state":
+        states = [[turn.state for turn in sample.generated_turns] or [None] for sample in samples]
+        weight = settings.state_weight
+        of_turns = state_advantages(advantages, earned, states, kind, discount=discount, weight=weight)
+    else:
+        of_turns = turn_advantages(earned, kind, discount=discount)
     of_tokens: list[NDArray[np.float64]] = []
-    for sample, advantages in zip(samples, of_turns, strict=True):
+    for sample, of_its in zip(samples, of_turns, strict=True):
         begins = [turn.begin or 0 for turn in sample.generated_turns] or [0]
         turns = np.searchsorted(begins, np.arange(len(sample.token_ids)), side="right") - 1
-        of_tokens.append(advantages[np.maximum(0, turns)] * sample.loss_mask)
+        of_tokens.append(of_its[np.maximum(0, turns)] * sample.loss_mask)
     return of_tokens
 
 

@@ -7,6 +7,7 @@ from trainer.batch.advantages import (
     decoupled,
     group_advantages,
     standardised_batch,
+    state_advantages,
     turn_advantages,
     whiten,
 )
@@ -107,6 +108,16 @@ def test_reward_at_the_end_alone_gives_each_turn_the_advantage_of_its_sample(kin
 def test_turn_that_no_other_sample_has_gets_the_advantage_of_its_sample() -> None:
     first, second = turn_advantages([[1.0], [0.0, 0.0, 3.0]])
     assert (first.tolist(), second.tolist()) == ([-1.0], [1.0, 1.0, 1.0])
+
+
+def test_turn_is_compared_with_those_in_the_same_state_beside_its_sample() -> None:
+    rewards, states = [[0.0, 1.0], [0.0, 0.0, 3.0]], [["a", "b"], ["a", "b", "a"]]
+    # returns 0.5, 1 and 0.75, 1.5, 3: a has 0.5, 0.75 and 3, whose mean is 17/12; b has 1 and 1.5
+    first, second = state_advantages([-1.0, 1.0], rewards, states, discount=0.5, weight=2.0)
+    np.testing.assert_allclose(first, [-1 - 11 / 6, -1 - 0.5])
+    np.testing.assert_allclose(second, [1 - 4 / 3, 1 + 0.5, 1 + 19 / 6])
+    alone = state_advantages([-1.0, 1.0], rewards, [["a", None], ["b", None, "c"]])
+    assert [values.tolist() for values in alone] == [[-1, -1], [1, 1, 1]]
 
 
 def test_credit_by_turn_does_not_bias_the_gradient() -> None:

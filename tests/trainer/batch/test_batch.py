@@ -454,6 +454,22 @@ def test_credit_by_turn_gives_tokens_the_advantages_of_their_turns(
         np.testing.assert_array_equal(microbatch.advantages, expected[mask == 1])
 
 
+def test_credit_by_state_takes_the_states_that_an_environment_names(group: Callable[..., Group]) -> None:
+    played = in_turns(group(0, [None, None], np.random.default_rng(1)), [[1.0, 0.0], [0.0, 2.0]])
+    for sample, states in zip(played.samples, (["a", None], ["b", "a"]), strict=True):
+        sample.reward_turns([turn.reward for turn in sample.generated_turns], states)
+    settings = TrainerSettings(credit="state", state_weight=4.0)
+    batch = build_batch([played], settings=settings, **ABOUT)
+    # in state a the returns are 1 and 2; the samples' own are -0.5 and 0.5
+    by_reward = {1.0: (-2.5, -0.5), 2.0: (0.5, 2.5)}
+    for reward, begin, end in zip(batch.rewards, batch.offsets[:-1], batch.offsets[1:], strict=True):
+        first, second = by_reward[float(reward)]
+        expected = np.where(np.arange(end - begin) < 5, first, second) * batch.loss_mask[begin:end]
+        np.testing.assert_array_equal(batch.token_advantages[begin:end], expected)
+    with pytest.raises(ValueError, match="1 states for 2 generated turns: give one for each"):
+        played.samples[0].reward_turns([1.0, 0.0], ["a"])
+
+
 def test_group_of_equal_rewards_teaches_by_turn_where_its_turns_differ(group: Callable[..., Group]) -> None:
     played = in_turns(group(0, [None, None], np.random.default_rng(1)), [[1.0, 0.0], [0.0, 1.0]])
     assert len(build_batch([played], **ABOUT)) == 0

@@ -59,8 +59,8 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
     ):
         yield f"{keys[0]}={overrides[keys[0]]} does nothing without adapters; give {_LORA}rank=16 as well"
     rollout = settings.rollout
-    own = {"preference": 2}.get(rollout.environment, 1)  # samples that a task has
-    if rollout.environment in WRITTEN and rollout.samples_per_task != own:
+    written = {"preference": 2}.get(rollout.environment, 1)  # samples that a task has
+    if rollout.environment in WRITTEN and rollout.samples_per_task != written:
         yield (
             f"rollout.samples_per_task={rollout.samples_per_task} does nothing with rollout.environment="
             f"{rollout.environment}: a task has its own; leave it out"

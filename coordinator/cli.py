@@ -158,12 +158,23 @@ def guest(
         str,
         option("--name", metavar="NAME", help="Default: this machine's; a newer guest of it replaces it."),
     ] = "",
+    server: Annotated[
+        str | None, option("--server", metavar="URL", help="Let its machine help; then give the job's name.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, option("--token-file", metavar="FILE", help="Of that server; default: $FLAGPOST_TOKEN.")
+    ] = None,
     allow_shared_dir: AllowSharedDir = False,
 ) -> int:
     """Help a run that goes on: generate with this machine for as long as you like.
 
     Ctrl+C ends it. At SIGTERM it finishes what ends within 20 s, and leaves.
     """
+    if server is not None:
+        from coordinator.console.server.client import main as ask_server
+
+        of_server = ["--token-file", str(token_file)] if token_file else []
+        return ask_server(["guest", "--server", server, *of_server, *(words or [])], "run")
     from coordinator.journal.streams import hold_up_nobody
 
     request = _request(log_path, _of_words(words or []), None, False, allow_shared_dir)

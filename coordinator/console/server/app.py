@@ -92,6 +92,7 @@ class Service:
         get("/jobs/{name}/checkpoint/{iteration}/{file:.+}", self.checkpoint_file)
         post("/jobs/{name}/stop", self.stop)
         post("/jobs/{name}/resume", self.resume)
+        post("/jobs/{name}/guest", self.guest)
         post("/jobs/{name}/cleanup", self.cleanup)
         app.cleanup_ctx.append(self._keep_jobs)
         return app
@@ -255,6 +256,19 @@ class Service:
         await asyncio.to_thread(job.resume, after)
         self.readings.forget(job)
         self.wake.set()
+        return await self._told(job)
+
+    async def guest(self, request: web.Request) -> web.Response:
+        """Let this machine help a job that runs (`run guest`)."""
+        job = await self._job(request)
+        after = submission.parse_object(await _body(request, SMALL_BODY), {"after"}).get("after")
+        if not isinstance(after, int) or isinstance(after, bool):
+            raise SettingsError("after: give how many `guests` are in the job")
+        state = (await asyncio.to_thread(self.readings.tell, job))["state"]
+        if state not in jobs.GOING:
+            raise Conflict(f"{job.name} is {state}: a guest helps a job that runs")
+        await asyncio.to_thread(job.add_guest, after)
+        self.readings.forget(job)
         return await self._told(job)
 
     async def cleanup(self, request: web.Request) -> web.Response:

@@ -249,6 +249,10 @@ class Job:
         """Start a job again that has ended; it goes on where it was. Returns the job."""
         return self.server.ask("POST", f"{self._path}/resume", {"after": self.status()["start"]})
 
+    def guest(self) -> dict[str, Any]:
+        """Let the server's machine help the job, which must run (`run guest`). Returns the job."""
+        return self.server.ask("POST", f"{self._path}/guest", {"after": len(self.status()["guests"])})
+
     def cleanup(self, iteration: int, dry_run: bool = False, keep_partial: bool = False) -> str:
         """Remove what an interrupted iteration left, as `run cleanup`; returns what that prints."""
         body = {"iteration": iteration, "dry_run": dry_run, "keep_partial": keep_partial}
@@ -445,6 +449,11 @@ def _resume(server: Server, typed: argparse.Namespace, _rest: Sequence[str]) -> 
     return 0
 
 
+def _guest(server: Server, typed: argparse.Namespace, _rest: Sequence[str]) -> int:
+    print(f"guest {server.job(typed.name).guest()['guests'][-1]['number']}")
+    return 0
+
+
 def _fetch(server: Server, typed: argparse.Namespace, _rest: Sequence[str]) -> int:
     job = server.job(typed.name)
     if typed.report:
@@ -507,6 +516,7 @@ COMMANDS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentPa
     "logs": (_logs, "Print what a job prints.", _of_logs),
     "stop": (_stop, "Stop a job; resume goes on with it.", _of_stop),
     "resume": (_resume, "Go on with a job that has ended.", _of_name),
+    "guest": (_guest, "Let the server's machine help a job that runs.", _of_name),
     "fetch": (_fetch, "Fetch a checkpoint's model, verified, or the report.", _of_fetch),
 }
 

@@ -10,6 +10,7 @@
           output.log               what it prints
           stop.json, told.json     somebody has stopped it; the process has been told
           exit.json                its exit code
+        guest_0001/                a guest that was asked for here, with the same files
 
 Each file is made once, so whoever finds one can go on from there: a server that was killed leaves nothing
 that its successor has to repair. Nothing else is known about a job.
@@ -24,7 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS, STOP, TOLD
 from coordinator.console.server.submission import JOB_NAME, Submission
 from coordinator.directory import published
 from coordinator.machine.network import pid_space
+from coordinator.machine.run_command import run_command
 from coordinator.protocol.exits import OUTCOMES
 from rollout.storage import files, once
 
@@ -58,7 +60,7 @@ class Conflict(RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job."""
+    """One start of a job, or of a guest of it."""
 
     folder: Path
 
@@ -160,7 +162,25 @@ class Job:
         start = self.start()
         if start.has(PROCESS) or start.has(STOP):
             return
-        command = launcher.command(self.log_path, self.document["options"], self.output())
+        self._begin(start, launcher.command(self.log_path, self.document["options"], self.output()))
+
+    def guests(self) -> list[Start]:
+        """Return the guests that were asked for, the oldest first."""
+        names = sorted(name for name in published.names(self.folder) if name.startswith("guest_"))
+        return [Start(self.folder / name) for name in names]
+
+    def add_guest(self, after: int) -> None:
+        """Have this machine be a guest of the job, which has had `after` guests; asking twice is once. A
+        guest ends when the run does.
+        """
+        guests = len(self.guests())
+        if after not in {guests, guests - 1}:
+            raise Conflict(f"{self.name} has had {guests} guests, not {after}")
+        guest = Start(self.folder / f"guest_{after + 1:04d}")
+        if not guest.has(PROCESS):
+            self._begin(guest, run_command("guest", "--log-path", str(self.log_path)))
+
+    def _begin(self, start: Start, command: Sequence[str]) -> None:
         files.make_directory(start.folder)
         process = subprocess.Popen(
             [
@@ -196,16 +216,26 @@ class Job:
 
     def stop(self, launcher: Launcher, now: bool) -> None:
         """Stop the newest start as one Ctrl+C would: the master ends the run on all nodes. `now`: each node
-        is ended, as by a second one. Without `now`, stopping twice is stopping once.
+        is ended, as by a second one. Without `now`, stopping twice is stopping once. Its guests leave.
         """
         start = self.start()
+        if not start.has(EXIT):
+            self._ask_to_stop(start)
+        for guest in self.guests():
+            if guest.has(EXIT) or guest.has(STOP):
+                continue
+            self._ask_to_stop(guest)
+            with contextlib.suppress(Conflict):  # one on another machine ends with the run
+                guest.signal(signal.SIGTERM)
         if start.has(EXIT):
             return
-        files.make_directory(start.folder)
-        once.create_once(start.folder / STOP, _document({"token": secrets.token_hex(8)}))
         self.tell_stop(launcher)
         if now:
             start.signal(signal.SIGTERM)
+
+    def _ask_to_stop(self, start: Start) -> None:
+        files.make_directory(start.folder)
+        once.create_once(start.folder / STOP, _document({"token": secrets.token_hex(8)}))
 
     def tell_stop(self, launcher: Launcher) -> None:
         """Tell the process that the job is stopped, if it is, and unless that was done."""

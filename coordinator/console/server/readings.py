@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coordinator.console.server.jobs import Job, UnknownJob
+from coordinator.console.server.jobs import Job, Start, UnknownJob
+from coordinator.console.server.runner import OUTPUT, PROCESS
 from coordinator.console.views import status_text
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.heartbeats import is_number
@@ -16,6 +17,7 @@ from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import plain
+from coordinator.protocol.exits import OUTCOMES
 from coordinator.settings.tree import SettingsError
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.storage import files
@@ -87,7 +89,7 @@ class Readings:
             run = None
         state = job.state(run["state"] if run else None, run["iteration"] if run else 0)
         start = job.start()
-        words = "" if run and state not in {"failed", "lost"} else _last_words(job)
+        words = "" if run and state not in {"failed", "lost"} else _last_words(job.output())
         error = words if state in {"failed", "lost"} else ""
         head = f"job {job.name} is {state}{f', start {start.number}' if start.number > 1 else ''}"
         body = status_text.render(run, job.log_path) if run else words
@@ -101,6 +103,7 @@ class Readings:
             "files": sorted(job.document["files"]),
             "log_path": str(job.log_path),
             "error": error,
+            "guests": list(map(_guest, job.guests())),
             "run": run,
             "text": "\n".join(filter(None, [head, body])),
             "points": _points(reader.lines),
@@ -117,10 +120,18 @@ def _points(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     return curves
 
 
-def _last_words(job: Job) -> str:
-    """Return the last line that the newest start has printed."""
+def _guest(guest: Start) -> dict[str, Any]:
+    code = guest.exit_code()
+    state = "running" if guest.is_alive() is not False else "lost" if guest.has(PROCESS) else "submitted"
+    state = state if code is None else OUTCOMES.get(code, "failed")
+    error = _last_words(guest.folder / OUTPUT) if state in {"failed", "lost"} else ""
+    return {"number": guest.number, "state": state, "error": error}
+
+
+def _last_words(output: Path) -> str:
+    """Return the last line of what was printed to `output`."""
     try:
-        data, _end = tail(job.output(), 5)
+        data, _end = tail(output, 5)
     except OSError:  # nothing was started yet
         return ""
     lines = [line for line in plain(data.decode("utf-8", "replace")).splitlines() if line.strip()]

@@ -17,6 +17,7 @@ from coordinator.console.server.access import Access
 from coordinator.console.server.app import Service, _listed, begin_next
 from coordinator.console.server.jobs import Conflict, Job, Start, UnknownJob, state_of
 from coordinator.console.server.launchers import Launcher
+from coordinator.console.server.readings import Readings
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS
 from coordinator.console.server.submission import Submission
 from coordinator.machine.network import pid_space
@@ -159,7 +160,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     """A job that was submitted; what was started of it is killed at the end."""
     made = jobs.submit(tmp_path, Submission("sums", ("--iterations=3",), {"x.jsonl": b"{}"}))
     yield made
-    for path in made.folder.glob("start_*"):
+    for path in made.folder.glob("*_0*"):
         if Start(path).is_alive():
             Start(path).signal(signal.SIGKILL)
 
@@ -274,6 +275,33 @@ def test_job_of_a_server_that_was_started_in_the_background_of_a_script_can_be_s
     until(lambda: job.start().has(PROCESS))
     job.stop(Script(), now=False)
     until(lambda: job.start().has(EXIT))
+
+
+def test_guest_that_is_asked_for_twice_is_one_process_and_leaves_when_the_job_is_stopped(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(jobs, "run_command", lambda *words: waits)
+    job.begin(Script())
+    for after in (0, 0, 1):
+        job.add_guest(after)
+        until(lambda: job.guests()[-1].has(PROCESS))
+    assert [guest.number for guest in job.guests()] == [1, 2]
+    with pytest.raises(Conflict, match="sums has had 2 guests, not 5"):
+        job.add_guest(5)
+    until(lambda: job.start().has(PROCESS))
+    job.stop(Script(), now=False)
+    assert [until(guest.exit_code) for guest in job.guests()] == [-signal.SIGTERM] * 2
+    until(job.start().exit_code)
+
+
+def test_guest_is_told_of_in_the_job_with_its_last_words(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [sys.executable, "-c", "print('run: splits its rollouts'); raise SystemExit(2)"]
+    monkeypatch.setattr(jobs, "run_command", lambda *words: fails)
+    job.add_guest(0)
+    until(lambda: job.guests()[0].has(EXIT))
+    (told,) = Readings().tell(job)["guests"]
+    assert told == {"number": 1, "state": "failed", "error": "run: splits its rollouts"}
 
 
 def test_command_that_is_not_there_says_so(job: Job) -> None:

@@ -153,7 +153,8 @@ def test_cookie_can_look_and_change_nothing(served: Served) -> None:
     make_job(served.root, "sums", code=0)
     cookie = f"{COOKIE}={_cookie(served)}"
     assert served.ask("GET", "/jobs", Authorization="", Cookie=cookie)[0] == 200
-    for path in ("/jobs", "/jobs/sums/stop", "/jobs/sums/resume", "/jobs/sums/cleanup"):
+    changes = ("stop", "resume", "guest", "cleanup")
+    for path in ("/jobs", *(f"/jobs/sums/{change}" for change in changes)):
         assert served.ask("POST", path, b"{}", Authorization="", Cookie=cookie)[0] == 401
 
 

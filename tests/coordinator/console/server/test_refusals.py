@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.console.server import submission
+from coordinator.console.server.client import ServerError
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.server.served import Served, serving
 from tests.coordinator.examples import tree
@@ -107,7 +108,7 @@ def requests() -> Iterator[tuple[str, tuple[str, str, bytes | None, dict[str, st
     for name in (*names.split(), "x" * 300):
         for what in ("", "/report", "/logs", "/metrics", "/checkpoint", "/checkpoint/1/..%2f..%2frun.json"):
             yield f"GET {name}{what}", ("GET", f"/jobs/{name}{what}", None, {}), 404
-        for what in ("stop", "resume", "cleanup"):
+        for what in ("stop", "resume", "guest", "cleanup"):
             yield f"POST {name}/{what}", ("POST", f"/jobs/{name}/{what}", b"{}", {}), 404
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
         yield f"{method}", (method, "/jobs", good, {}), 405
@@ -198,3 +199,16 @@ def test_whole_refused_place_is_empty(tmp_path: Path) -> None:
     with serving(tmp_path / "jobs", at_once=0) as served:
         served.post("/jobs", job("--config", "x.toml", **{"x.toml": encoded("iterations = 0")}))
         assert tree(tmp_path) == {"jobs"}
+
+
+def test_guest_of_a_job_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "jobs", at_once=0) as alone:
+        job = alone.server.submit([], name="sums")
+        assert alone.post("/jobs/sums/guest", {"after": "0"}) == (
+            400, "after: give how many `guests` are in the job"
+        )  # fmt: skip
+        refusal = "sums is submitted: a guest helps a job that runs"
+        assert alone.post("/jobs/sums/guest", {"after": 0}) == (409, refusal)
+        with pytest.raises(ServerError, match=refusal):
+            job.guest()
+        assert job.status()["guests"] == []

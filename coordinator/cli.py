@@ -323,7 +323,7 @@ def main() -> int:
     except typer.TyperException as error:
         from coordinator.console.commands.typos import of_option
 
-        print(f"run: {plain(of_option(error))}; see {command} --help", file=sys.stderr)
+        print(f"run: {plain(of_option(error, arguments))}; see {command} --help", file=sys.stderr)
     except SharedFsError as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1

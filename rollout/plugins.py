@@ -60,6 +60,10 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
         lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
         is_said = isinstance(error, SyntaxError)
+        if file and isinstance(error, ModuleNotFoundError) and not hidden_file(str(lacking)):
+            error_text += (
+                f"; install it on every node, or keep the function in a file that does not import {lacking}"
+            )
         where = hidden_file(str(lacking)) or _raised_at(error) or ("" if is_said else searched)
         raise PluginError(
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text}"

@@ -30,7 +30,6 @@ TINY_DEFAULTS: dict[str, Any] = {
     "trainer.max_tokens_per_microbatch": 2048,
 }
 """Defaults for builtin:tiny, in place of the general ones: the demo's recipe."""
-_MOST_UNKNOWN = 30
 _SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
 OPEN = (
     *("engine.args", "rollout.ratio", "rollout.chat_template", "cluster.groups"),
@@ -254,24 +253,23 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
     if first["input"] == []:  # KEY=
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"
+    if first["type"] in ("dict_type", "mapping_type") and key in OPEN:
+        return f"{key}={show(first['input'])}: it has entries; give each as {key}.NAME=VALUE"
     text = first["msg"].partition(", unable to")[0]
     return f"{option_name(key)}={show(first['input'])}: {text[0].lower()}{text[1:]}"
 
 
 def refuse_unknown(overrides: Mapping[str, Any]) -> None:
-    """Raise SettingsError for keys that are not settings; the text names those that were meant, for the first
-    _MOST_UNKNOWN. Also for a secret, whose value it does not tell.
+    """Raise SettingsError for keys that are not settings; the text names those that were meant. Also for a
+    secret, whose value it does not tell.
     """
     known, unknown = known_keys(), list[str]()
     for key, value in overrides.items():
         _refuse_secret(key, value)
         if key not in known and not _opened(key):
             unknown.append(key)
-    if unknown:  # a configuration of another trainer, say, whose names are looked up at once
-        first, *others = [(key, suggestions.meant(key, known)) for key in unknown[:_MOST_UNKNOWN]]
-        texts = [f"unknown setting {first[0]}; {first[1]}", *(f"{key}: {meant}" for key, meant in others)]
-        more = [f"and {len(unknown) - _MOST_UNKNOWN} more"] if len(unknown) > _MOST_UNKNOWN else []
-        raise SettingsError("; ".join([*texts, *more]))
+    if unknown:
+        raise SettingsError(suggestions.meant_each(unknown, known))
 
 
 def _refuse_secret(key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Find the setting that a person meant: by what other trainers call it, by its last part, by its spelling."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 ALIASES = {
     "lr": "trainer.learning_rate",
@@ -9,18 +9,25 @@ ALIASES = {
     "lr_scheduler": "trainer.schedule",
     "num_warmup_steps": "trainer.warmup_steps",
     "warmup_ratio": "trainer.warmup_steps",
+    "lr_warmup_steps_ratio": "trainer.warmup_steps",
+    "lr_warmup_ratio": "trainer.warmup_steps",
     "eval_strategy": "eval.interval",
     "save_strategy": "checkpoints.keep_every",
     "optim": "trainer.optimizer",
     "optimizer_betas": "trainer.betas",
+    "adam_betas": "trainer.betas",
     "adam_epsilon": "trainer.eps",
     "max_grad_norm": "trainer.clip_norm",
     "grad_clip": "trainer.clip_norm",
+    "max_norm": "trainer.clip_norm",
     "batch_size": "trainer.global_batch_size",
     "train_batch_size": "trainer.global_batch_size",
     "ppo_mini_batch_size": "trainer.global_batch_size",
     "per_device_train_batch_size": "trainer.max_tokens_per_microbatch",
     "micro_batch_size": "trainer.max_tokens_per_microbatch",
+    "micro_train_batch_size": "trainer.max_tokens_per_microbatch",
+    "train_max_tokens_per_gpu": "trainer.max_tokens_per_microbatch",
+    "seq_len": "trainer.max_tokens_per_microbatch",
     "gradient_checkpointing": "trainer.activation_checkpointing",
     "use_torch_compile": "trainer.compile",
     "torch_compile": "trainer.compile",
@@ -65,9 +72,15 @@ ALIASES = {
     "dataset_name": "tasks",
     "model_name": "model",
     "actor_rollout_ref.model.path": "model",
+    "pretrain": "model",
     "model_name_or_path": "model",
     "save_steps": "checkpoints.keep_every",
     "save_total_limit": "checkpoints.keep_last",
+    "max_actor_ckpt_to_keep": "checkpoints.keep_last",
+    "max_ckpt_num": "checkpoints.keep_last",
+    "keep_interval": "checkpoints.keep_every",
+    "ckpt.interval": "checkpoints.keep_every",
+    "async_queue_size": "cluster.max_async_level",
     "report_to": "metrics.sinks",
     "nnodes": "cluster.num_nodes",
     "nodes": "cluster.num_nodes",
@@ -81,6 +94,12 @@ ALIASES = {
     "norm_adv_by_std_in_grpo": "trainer.advantage",
     "importance_sampling_level": "trainer.ratio",
     "policy_loss_type": "trainer.ratio",
+    "loss_mode": "trainer.ratio",
+    "no_advantage_std_norm": "trainer.advantage",
+    "multi_objective_aggregation": "trainer.advantage",
+    "vllm_importance_sampling_correction": "trainer.engine_correction",
+    "rollout_correction": "trainer.engine_correction",
+    "enable_vllm_is_correction": "trainer.engine_correction",
     "clip_ratio": "trainer.clip_low",
     "clip_ratio_low": "trainer.clip_low",
     "clip_ratio_high": "trainer.clip_high",
@@ -91,12 +110,15 @@ ALIASES = {
     "param_offload": "trainer.cpu_offload",
     "optimizer_offload": "trainer.cpu_offload",
     "actor_learning_rate": "trainer.learning_rate",
+    "actor_lr": "trainer.learning_rate",
     "n": "rollout.samples_per_task",
     "n_samples_per_prompt": "rollout.samples_per_task",
     "rollouts_per_example": "rollout.samples_per_task",
     "generate_max_len": "rollout.max_tokens",
     "chat_template_kwargs": "rollout.chat_template",
     "apply_chat_template_kwargs": "rollout.chat_template",
+    "enable_thinking": "rollout.chat_template",
+    "rollouts_per_prompt": "rollout.samples_per_task",
     "filter_groups": "rollout.dynamic_sampling",
     "dynamic_filtering": "rollout.dynamic_sampling",
     "data.train_batch_size": "rollout.tasks_per_iteration",
@@ -139,6 +161,11 @@ _HUB = "run export writes a directory for the Hub"
 _PLACE = "a run is known by its directory: --log-path DIR"
 _RESUME = "the same command again resumes a run"
 _RAY = "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N"
+_DEVICES = "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews"
+_PACKED = "rows are packed without padding where the model can do that"
+_SAMPLES = "every sample is kept: run samples shows them"
+_TOOLS = "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)"
+_COLUMN = "name the column of the data: columns.messages=COLUMN"
 ANSWERS = {
     "ray_init": _RAY,
     "ray_kwargs": _RAY,
@@ -163,14 +190,40 @@ ANSWERS = {
     "kl_loss_type": _KL,
     "kl_penalty": _KL,
     "truncation": "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones",
-    "use_remove_padding": "rows are packed without padding where the model can do that",
+    "use_remove_padding": _PACKED,
     "resume": _RESUME,
     "resume_mode": _RESUME,
     "resume_from_checkpoint": _RESUME,
     "push_to_hub": _HUB,
     "hub_model_id": _HUB,
-    "log_completions": "every sample is kept: run samples shows them",
-    "prompt_key": "name the column of the data: columns.messages=COLUMN",
+    "log_completions": _SAMPLES,
+    "prompt_key": _COLUMN,
+    "input_key": _COLUMN,
+    "dataset_text_field": _COLUMN,
+    "label_key": "name the column of the data: columns.answer=COLUMN",
+    "kl_estimator": _KL,
+    "save_path": _PLACE,
+    "ckpt_path": _PLACE,
+    "rollout_data_dir": _SAMPLES,
+    "remote_rm_url": "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score",
+    "multi_turn": _TOOLS,
+    "tools": _TOOLS,
+    "tool_config_path": _TOOLS,
+    "agent_func_path": _TOOLS,
+    "agent": _TOOLS,
+    "max_assistant_turns": _TOOLS,
+    "max_tool_calling_iterations": _TOOLS,
+    "inference_gpu_ids": _DEVICES,
+    "trainer_gpu_ids": _DEVICES,
+    "colocate_all_models": _DEVICES,
+    "vllm_num_engines": _DEVICES,
+    "vllm_mode": "the engine shares the GPUs; a server of your own: --engine-url http://HOST:PORT",
+    "enforce_eager": "an argument of vLLM is given as engine.args.enforce_eager=true",
+    "zero_stage": "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true",
+    "packing": _PACKED,
+    "packing_samples": _PACKED,
+    "use_dynamic_bsz": "microbatches always have trainer.max_tokens_per_microbatch tokens",
+    "apply_chat_template": "tasks with `messages` get the model's chat template, those with `prompt` none",
     "custom_reward_function": "name file and function: --reward my_rewards.py:score",
     "reward_model": "a reward model is a server: --reward http://HOST:PORT/score",
     "reward_weights": "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5",
@@ -180,7 +233,8 @@ ANSWERS = {
 NEAR = 0.7
 """How alike two spellings must be, from 0 to 1: nobody means `gpus` with `bogus`."""
 SHOWN = 4
-"""So many settings of a section are named."""
+"""So many settings of a section are named, and so many unknown ones are answered on one line."""
+ALL_SHOWN = "run --dry-run shows all settings"
 
 
 def known_as(typed: str, known: Sequence[str]) -> str | None:
@@ -218,13 +272,30 @@ def meant(typed: str, known: Sequence[str]) -> str:
     if instead := answer(typed):
         return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
-    return f"did you mean {suggestion}?" if suggestion else "run --dry-run shows all settings"
+    return f"did you mean {suggestion}?" if suggestion else ALL_SHOWN
+
+
+def meant_each(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """Return a sentence about unknown settings; of a configuration of another trainer, a line for each."""
+    meanings = {name: meant(name, known) for name in unknown}
+    if len(unknown) > SHOWN:
+        return listed("settings", meanings)
+    others = (f"{name}: {meaning}" for name, meaning in list(meanings.items())[1:])
+    return "; ".join([f"unknown setting {unknown[0]}; {meanings[unknown[0]]}", *others])
+
+
+def listed(kind: str, meanings: Mapping[str, str]) -> str:
+    """Return a line for each unknown word of a kind, and a last one for those that are like no other."""
+    lines = [f"{name}: {meaning}" for name, meaning in meanings.items() if meaning != ALL_SHOWN]
+    if nowhere := [name for name, meaning in meanings.items() if meaning == ALL_SHOWN]:
+        lines.append(f"{ALL_SHOWN}, none is like {', '.join(nowhere)}")
+    return "\n  ".join([f"{len(meanings)} unknown {kind}; change or remove each of them:", *lines])
 
 
 def answer(typed: str) -> str | None:
     """Return what to do in place of a setting, or a section, of others that is none here; else None."""
     word = _plain(typed)
-    return ANSWERS.get(word.rpartition(".")[2]) or ANSWERS.get(word.partition(".")[0])
+    return next((ANSWERS[part] for part in reversed(word.split(".")) if part in ANSWERS), None)
 
 
 def _plain(typed: str) -> str:

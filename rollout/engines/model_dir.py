@@ -239,6 +239,8 @@ def _missing(file: Path) -> WeightsError:
     snapshots = file.parent / "snapshots"
     folders = files.folder_names(snapshots) if files.exists(snapshots) else []
     way_out = f"; give the snapshot, {snapshots / folders[0]}" if folders else ""
+    if not way_out and file.name == "config.json":
+        way_out = "; give the directory of a model, with its config.json"
     return WeightsError(f"{file}: is missing{way_out}")
 
 

@@ -51,7 +51,7 @@ def task_of(
         _put_first(task, columns)
     if ("prompt" in task) == ("messages" in task):
         state = "both are there" if "prompt" in task else "neither is there"
-        hint = "" if columns or "prompt" in task else _hint(task)
+        hint = "" if columns.keys() & {"prompt", "messages"} or "prompt" in task else _hint(task)
         raise ValueError(f"give either `prompt` or `messages`; {state}{hint}")
     task.setdefault("id", number)
     task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}

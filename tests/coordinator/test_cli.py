@@ -398,7 +398,7 @@ BAD = [
     ("--tasks empty.jsonl", "empty.jsonl: holds no task"),
     ("--tasks builtin:chess", "builtin:chess: no such built-in task set"),
     ("--tasks good.jsonl --eval-tasks broken.jsonl", "broken.jsonl:2: not JSON"),
-    ("--model empty", "/empty/config.json: is missing"),
+    ("--model empty", "/empty/config.json: is missing; give the directory of a model"),
     ("--model model", "/model: holds no model.safetensors and no model.safetensors.index.json"),
     ("--model ./absent", "--model ./absent: no such directory"),
     ("--data-path absent", "--data-path absent: no such directory"),
@@ -427,6 +427,8 @@ BAD = [
     ("status --jsn", "No such option: --jsn; did you mean --json?; see run status --help"),
     ("status runs/exp1", "(runs/exp1); a run directory is given as --log-path runs/exp1; see run status"),
     ("logs runs/exp1", "give the number of a rank, e.g. run logs 1, and the run directory as --log-path"),
+    ("diff a b c", "extra argument(s) (c); leave it out; see run diff"),
+    ("logs --node 1", "No such option: --node; see run logs --help"),
     ("status --dir x", "No such option: --dir; did you mean --log-path?"),
     ("serve --dir x", "No such option: --dir; did you mean --root?"),
     ("plan --model m --tasks x", "No such option: --tasks; did you mean tasks=VALUE?; see run plan --help"),
@@ -718,3 +720,14 @@ def test_directory_whose_name_is_empty_is_refused(run: Run, place: Path, words: 
 def test_an_option_that_a_command_lacks_is_not_answered_with_itself(run: Run) -> None:
     text = run("eval", "--tasks", "x").stderr
     assert "No such option: --tasks" in text and "did you mean --tasks" not in text
+
+
+def test_command_line_of_another_trainer_is_answered_with_a_line_for_each_of_its_options(run: Run) -> None:
+    ended = run("--pretrain", "m", "--zero_stage", "3", "--xyzzy", "--iterations=3", "--bogus")
+    assert ended.returncode == 2
+    assert [line.partition(":")[0] for line in ended.stderr.splitlines()[1:3]] == [
+        "  --pretrain",
+        "  --zero_stage",
+    ]
+    assert "did you mean --model?" in ended.stderr and "--iterations" not in ended.stderr
+    assert ended.stderr.splitlines()[3].endswith("none is like --xyzzy, --bogus; see run --help")

@@ -50,8 +50,11 @@ def refuse_word(word: str) -> None:
     raise SettingsError(f"'{word}' is neither a command, nor an option, nor KEY=VALUE; {advice}")
 
 
-def of_option(error: typer.TyperException) -> str:
-    """Return what an error of the command line says, and the option or setting that was meant."""
+def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str:
+    """Return what an error of the command line says, and the option or setting that was meant.
+
+    Of another trainer's command line, the `arguments`, all unknown options are answered, not the first alone.
+    """
     text, typed = str(error) or error.format_message(), getattr(error, "option_name", None)
     param: Any = getattr(error, "param", None)
     if text.startswith("Missing parameter"):
@@ -62,23 +65,38 @@ def of_option(error: typer.TyperException) -> str:
     if hasattr(cause, "errors"):  # pydantic's, which does not name the option
         return f"{param.opts[0]}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
     if extra := _EXTRA.fullmatch(text):
-        return f"{text}; a run directory is given as --log-path {extra[1]}"
+        takes_run = any("--log-path" in param.opts for param in _params(error))
+        advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"
+        return f"{text}; {advice}"
     if typed == "--worker" and "requires an argument" in text:
         return "--worker: give the rank of this machine, e.g. --worker 1"
     if typed is None or not text.startswith("No such option"):
         return text
+    params = _params(error)
+    options = {"--help", *(name for param in params for name in (*param.opts, *param.secondary_opts))}
+    words = [typed, *(word.partition("=")[0] for word in arguments if word.startswith("--"))]
+    meanings = {word: _meant(word, sorted(options), params) for word in words if word not in options}
+    if len(meanings) > 1:
+        return suggestions.listed(
+            "options", {word: text or suggestions.ALL_SHOWN for word, text in meanings.items()}
+        )
+    return f"{text}; {meanings[typed]}" if meanings.get(typed) else text
+
+
+def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
+    """Return what was meant by an option that is none of a command's, or an empty text."""
     if instead := suggestions.answer(typed):
-        return f"{text}; {instead}"
-    known, params = known_keys(), _params(error)
-    near = difflib.get_close_matches(typed, getattr(error, "possibilities", None) or [], n=1, cutoff=0.7)
+        return instead
+    known = known_keys()
+    near = difflib.get_close_matches(typed, options, n=1, cutoff=0.7)
     setting = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
     meant = _typed(setting) if setting else "".join(near)
     if typed in DIRECTORIES and not near:
         meant = next((param.opts[0] for param in params if param.metavar == "DIR"), meant)
-    elif meant == typed:  # an option of `run` that this command lacks
+    elif setting and meant not in options:  # perhaps an option of `run` that this command lacks
         takes_settings = any(param.name == "words" for param in params)
         meant = f"{setting}=VALUE" if takes_settings else "".join(near)
-    return f"{text}; did you mean {meant}?" if meant else text
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _params(error: typer.TyperException) -> list[Any]:

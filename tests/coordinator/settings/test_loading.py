@@ -125,7 +125,8 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
         ("rollout.stop", [1], "rollout.stop=1: input should be a valid string"),
         ("checkpoints.delta", "some", "checkpoints.delta=some: input should be a valid boolean"),
         ("checkpoints.keep_last", 1, "checkpoints.keep_last=1: input should be greater than or equal to 2"),
-        ("engine.args", 5, "engine.args=5: input should be a valid dictionary"),
+        ("engine.args", 5, "engine.args=5: it has entries; give each as engine.args.NAME=VALUE"),
+        ("rollout.chat_template", "a.jinja", "rollout.chat_template=a.jinja: it has entries; give each"),
         ("model", None, "--model=not set: input should be a valid string"),
     ],
 )
@@ -318,7 +319,16 @@ def test_settings_of_another_trainer_are_all_answered_at_once(tmp_path: Path) ->
         "; actor.n: ": "rollout.samples_per_task",
     }.items():
         assert ours in text.partition(theirs)[2].partition("; ")[0]
-    assert refused({f"none.of{number}": 1 for number in range(38)}).endswith("; and 8 more")
+
+
+def test_configuration_of_another_trainer_is_answered_with_a_line_for_each_of_its_names() -> None:
+    settings = dict.fromkeys(["lr", "zzz", "beta", *(f"xyzzy.{number}" for number in range(38))], 1)
+    with pytest.raises(SettingsError) as caught:
+        build(settings)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "41 unknown settings; change or remove each of them:"
+    assert [line.partition(":")[0] for line in lines[1:3]] == ["  lr", "  beta"]
+    assert len(lines) == 4 and "zzz, xyzzy.0, " in lines[3] and lines[3].endswith("xyzzy.37")
 
 
 def test_override_goes_before_the_file_and_both_before_the_defaults(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """The setting that a person meant."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from coordinator.settings.loading import known_keys
 from coordinator.settings.suggestions import ALIASES, ANSWERS, meant
 
 KNOWN = known_keys()
+ROOT = Path(__file__).parents[3]
 
 
 def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
@@ -45,6 +49,9 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("data.train_batch_size", "rollout.tasks_per_iteration"),
         ("num_iterations", "trainer.passes"),
         ("actor.ppo_epochs", "trainer.passes"),
+        ("ckpt.interval", "checkpoints.keep_every"),
+        ("orchestrator.seq_len", "trainer.max_tokens_per_microbatch"),
+        ("--pretrain", "model"),
         ("entropy_coeff", "trainer.entropy_bonus"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
     ],
@@ -70,6 +77,34 @@ def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: s
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
     assert advice in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
+
+
+def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its_row() -> None:
+    table = (
+        (ROOT / "docs/migration.md")
+        .read_text()
+        .partition("## GRPO, setting by setting")[2]
+        .partition("Their")[0]
+    )
+    rows = [re.findall("`([^`]+)`", line) for line in table.splitlines() if line.startswith("| `")]
+    for ours in rows:
+        settings = [name for name in ours if name in KNOWN]
+        for theirs in set(ours) - set(settings):
+            assert any(name in meant(theirs, KNOWN) for name in settings), theirs
+    assert len(rows) > 20
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "remote_rm_url",
+        "actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
+        "rollout.agent.num_workers",
+        "trainer_gpu_ids",
+    ],
+)
+def test_likeness_of_spelling_does_not_answer_what_has_no_setting(typed: str) -> None:
+    assert "--" in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
 
 
 def test_sections_of_theirs_are_no_likeness() -> None:

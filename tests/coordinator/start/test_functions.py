@@ -87,6 +87,15 @@ def test_module_that_cannot_be_loaded_is_refused_in_one_line(
         load_functions("exact", "cannot_load:play", "eval.sets.hard")
 
 
+def test_script_of_a_trainer_that_is_not_installed_is_answered_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "grpo_script.py"
+    file.write_text(f"from trl_of_theirs import GRPOTrainer\n{SOURCE}")
+    with pytest.raises(
+        SettingsError, match="or keep the function in a file that does not import trl_of_theirs"
+    ):
+        load_functions(f"{file}:score", "single_turn")
+
+
 def test_reward_that_takes_json_away_harms_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

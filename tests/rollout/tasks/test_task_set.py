@@ -69,6 +69,13 @@ def test_bad_line_is_an_error_that_names_file_line_and_reason(tmp_path: Path, li
     assert message.startswith(f"{file}:2: ") and reason in message and "\n" not in message
 
 
+def test_column_of_another_field_does_not_hide_that_the_prompt_has_none(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"question": "a"}\n')
+    with pytest.raises(TaskError, match=r"neither is there; name its column, .*\(there is "):
+        load_tasks(str(file), seed=0, split="train", columns={"mesages": "question"})
+
+
 def test_bytes_that_are_not_utf8_are_an_error_with_a_line(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b'{"prompt": "\xff"}\n')

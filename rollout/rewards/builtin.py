@@ -268,6 +268,10 @@ def _refuse_unknown(name: str) -> None:
     near = difflib.get_close_matches(name, known, n=1)
     if name.endswith(SUFFIX):
         near = [f"{name}:FUNCTION"]
+    elif "=" in name or "," in name:
+        raise RewardSettingError(
+            f"reward {name!r}: give each reward for itself: --reward math=1 --reward length=-0.1"
+        )
     elif "." in name:
         near = [":".join(name.rsplit(".", 1))]
     meant, there = f"did you mean {near[0]}? There" if near else "there", ", ".join([*known, CODE])

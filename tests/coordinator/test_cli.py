@@ -428,6 +428,11 @@ BAD = [
     ("status runs/exp1", "(runs/exp1); a run directory is given as --log-path runs/exp1; see run status"),
     ("logs runs/exp1", "give the number of a rank, e.g. run logs 1, and the run directory as --log-path"),
     ("diff a b c", "extra argument(s) (c); leave it out; see run diff"),
+    (
+        "fork --iteration 2 --to x trainer.lr=1",
+        "(trainer.lr=1); this command takes no settings; give them where",
+    ),
+    ("eval --tasks x", "No such option: --tasks; did you mean --eval-tasks?; see run eval --help"),
     ("logs --node 1", "No such option: --node; see run logs --help"),
     ("status --dir x", "No such option: --dir; did you mean --log-path?"),
     ("serve --dir x", "No such option: --dir; did you mean --root?"),

@@ -67,6 +67,8 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     if extra := _EXTRA.fullmatch(text):
         takes_run = any("--log-path" in param.opts for param in _params(error))
         advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"
+        if "=" in extra[1]:
+            advice = "this command takes no settings; give them where the run is started"
         return f"{text}; {advice}"
     if typed == "--worker" and "requires an argument" in text:
         return "--worker: give the rank of this machine, e.g. --worker 1"
@@ -95,7 +97,8 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
         meant = next((param.opts[0] for param in params if param.metavar == "DIR"), meant)
     elif setting and meant not in options:  # perhaps an option of `run` that this command lacks
         takes_settings = any(param.name == "words" for param in params)
-        meant = f"{setting}=VALUE" if takes_settings else "".join(near)
+        near = near if meant == typed or not takes_settings else []
+        meant = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
     return f"did you mean {meant}?" if meant else ""
 
 

@@ -77,7 +77,8 @@ def where(status: Status) -> str:
     """Say where a crew is: `iteration 5 of 8, train_rollout for 12 s, about 30 s left`, or what its nodes do
     first: `starting the engine`.
     """
-    total = f" of {status['iterations']}" if status["iterations"] else ""
+    is_within = status["iteration"] <= (status["iterations"] or 0)  # not if the last start asked for fewer
+    total = f" of {status['iterations']}" if is_within else ""
     text = f"iteration {status['iteration']}{total}"
     if status["waits_for"]:
         return text if status["iteration"] else "not begun"

@@ -284,6 +284,8 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
             "did you mean exact? There is exact, numeric, regex, length, math, reasoning_gym, code, or give",
         ),
         ("code/mine.py", "did you mean code/mine.py:FUNCTION?"),
+        ("math=0.5,length=1", "give each reward for itself: --reward math=1 --reward"),
+        ("exact,length", "give each reward for itself"),
         ("mine.score", "did you mean mine:score?"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),

@@ -11,7 +11,7 @@ import pytest
 from coordinator.console.commands.status import show_status
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
-from coordinator.console.views.status_text import duration, render, repairs
+from coordinator.console.views.status_text import duration, render, repairs, where
 from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
 from coordinator.journal.control_characters import one_line, plain
@@ -150,6 +150,8 @@ def test_finished_run_shows_no_rows(run_dir: RunDir) -> None:
     running(run_dir, record(3, "finished", settings=SETTINGS), state=ENDED, iteration=8)
     text = render(Run(run_dir.root).status(), run_dir.root)
     assert "it ended with iteration 8 of 8\n" in text
+    crew = Run(run_dir.root).status()["crews"][0]
+    assert where({**crew, "iterations": 5}) == "iteration 8", "a last start may ask for fewer iterations"
     assert "train_rollout" not in text and "/64" not in text
     assert [line.split()[-1] for line in text.splitlines() if " left " in line] == ["1"], (
         "a weight, no silence"

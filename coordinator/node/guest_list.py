@@ -1,8 +1,9 @@
 """The guests of a run, as its master knows them."""
 
 import logging
+from pathlib import Path
 
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import GUESTS, Beat, RunDir
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.watch import ENDED, Watch
 
@@ -39,3 +40,15 @@ class Guests:
         self._hosts = hosts
         self.have_come |= bool(hosts)
         return set(hosts)
+
+    def left_behind(self) -> list[Path]:
+        """Return the heartbeats of guests that are gone, but for the last of each: that one says which
+        incarnation was the last.
+        """
+        beating, board = self._watch.guests, self._watch.board
+        last = {rank: beat for rank, beat in board.beats.items() if rank >= GUESTS and rank not in beating}
+        return [
+            self._run_dir.entry(entry)
+            for entry in board.entries.values()
+            if isinstance(entry, Beat) and entry.rank in last and entry != last[entry.rank]
+        ]

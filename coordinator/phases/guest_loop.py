@@ -20,6 +20,7 @@ from coordinator.protocol.exits import PhaseEnded
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import Board
 from rollout.collect import Stopped
+from rollout.engines.answers import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,10 @@ def _load_next(guest: Guest, number: int) -> None:
     guest.position.move("running", number, Phase.ENGINE_RESTARTED.label)
     try:
         serve(guest, guest.policies.policy_of(sampler))
-    except Incomplete as error:
-        log.info("%s; looking again when it is needed", error)
+    except (Incomplete, EngineError, OSError) as error:
+        if sampler in published.checkpoints(guest.run_dir) and not isinstance(error, Incomplete):
+            raise
+        log.info("%s; looking again when it is needed", error)  # nobody keeps it for a guest
 
 
 def _collect(guest: Guest, following: Next) -> None:

@@ -226,6 +226,7 @@ def plan_train(node: Node, iteration: Iteration) -> Payload:
     opened = iteration.opened
     if node.guests.have_come:  # what those leave that are killed, or wake too late
         node.flags.leave(claims.left_over(node.run_dir, node.record.epoch, iteration.number))
+        node.flags.leave(node.guests.left_behind())
     origin = made_with(iteration, "train")
     return rollout_steps.plan(node, iteration, "train", resume.quota(opened), origin, opened["tasks"])
 

@@ -27,8 +27,10 @@ from rollout.trajectory import Group, Picture, Sample, Span, Turn
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
 _TEACHER = {"teacher_logprobs": "F32"}
 """Only there if a teacher was asked."""
-_ALL = {**_DTYPES, **_TEACHER}
-_NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+_ROUTES = {"routes": "I16"}
+"""Only there if some were recorded: so many for each token as there are."""
+_ALL = {**_DTYPES, **_TEACHER, **_ROUTES}
+_NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I16": np.dtype("<i2"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
 _HEADER_LIMIT_BYTES = 100_000_000
 _ZEROS = "0" * 64
 
@@ -135,6 +137,8 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
         if len(taught) != len(samples) or list(map(len, taught)) != lengths:
             raise ValueError("a sample's teacher_logprobs are missing, or are not as many as its token_ids")
         columns["teacher_logprobs"] = taught
+    if widths := {sample.routes.shape[1] for sample in samples if sample.routes is not None}:
+        columns["routes"] = [_routes(sample, *widths).ravel() for sample in samples]
     return _blob(columns, described(header))
 
 
@@ -164,6 +168,14 @@ def decode_part(data: bytes) -> tuple[PartHeader, list[Group]]:
     return header, [_group(record, arrays, spans) for record in records]
 
 
+def _routes(sample: Sample, width: int) -> NDArray[np.int16]:
+    missing = np.full((len(sample.token_ids), width), -1, np.int16)
+    routes = missing if sample.routes is None else sample.routes
+    if routes.shape != missing.shape:
+        raise ValueError(f"a sample's routes are {routes.shape}, not {missing.shape} as its tokens")
+    return routes
+
+
 def _length(sample: Sample) -> int:
     lengths = {len(sample.token_ids), len(sample.loss_mask), len(sample.logprobs)}
     if len(lengths) != 1:
@@ -189,6 +201,8 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
 
 def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any) -> Group:
     samples, taught = list[Sample](), arrays.get("teacher_logprobs")
+    routes = arrays.get("routes")
+    routes = None if routes is None else routes.reshape(len(arrays["token_ids"]), -1)
     for sample in record.samples:
         span = next(spans)
         samples.append(
@@ -205,6 +219,7 @@ def _group(record: _GroupRecord, arrays: Mapping[str, NDArray[Any]], spans: Any)
                 index=sample.get("index", 0),
                 pictures=[Picture(**picture) for picture in sample.get("pictures", ())],
                 teacher_logprobs=None if taught is None else taught[span],
+                routes=None if routes is None else routes[span],
             )
         )
     return Group(record.slot, record.task_id, record.prompt, samples, record.given_up, record.failed)
@@ -279,7 +294,7 @@ def _parse_header(data: bytes) -> tuple[PartHeader, dict[str, tuple[int, int]], 
 
 
 def _layout(entries: dict[str, Any]) -> tuple[dict[str, tuple[int, int]], int]:
-    if set(entries) not in (set(_DTYPES), set(_ALL)):
+    if not set(_DTYPES) <= set(entries) <= set(_ALL):
         raise DamagedPart(f"it holds the arrays {sorted(entries)}, not {sorted(_DTYPES)}")
     layout, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

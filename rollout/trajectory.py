@@ -84,6 +84,9 @@ class Sample:
     """
     teacher_logprobs: NDArray[np.float32] | None = None
     """(T,), natural log, of each token by the teacher (rollout.teacher); 0 where not trained."""
+    routes: NDArray[np.int16] | None = None
+    """(T, layers x experts of a token), the experts that each token was routed to (trainer.routing_replay);
+    -1 where nobody knows, as of the last token."""
     feedback: str | None = None
     """What its environment says of it to rollout.teacher=self:feedback; not stored."""
     pictures: list[Picture] = field(default_factory=list)

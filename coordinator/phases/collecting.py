@@ -175,6 +175,7 @@ def _engine(node: Node, share: Share) -> EngineAddress:
         replace(
             node.engine.facts,
             may_force=is_corrected or share.kind == "eval",
+            with_routes=node.settings.trainer.routing_replay and share.kind == "train",
             special_tokens=_marks(node.policies.policy_of(0).directory),
         ),
     )

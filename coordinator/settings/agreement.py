@@ -237,6 +237,18 @@ def _teacher_is_asked(settings: Fields) -> None:
         )
 
 
+def _routes_are_recorded(settings: Fields) -> None:
+    trainer, environment = settings.trainer, settings.rollout.environment
+    for is_given, other, reason in (
+        (environment in WRITTEN, f"rollout.environment={environment}", "no engine has routed its samples"),
+        (trainer.context_parallel > 1, f"trainer.context_parallel={trainer.context_parallel}",
+         "ranks share a sequence's tokens, and each needs all of their routes"),
+        (trainer.compile, "trainer.compile=true", "routers are not watched in compiled layers"),
+    ):  # fmt: skip
+        if trainer.routing_replay and is_given:
+            raise ValueError(f"trainer.routing_replay with {other}: {reason}; leave one of them out")
+
+
 def _flat_groups_count(settings: Fields) -> None:
     trainers = [settings.trainer, *map(settings.trainer.of_source, settings.trainer.sources)]
     replaces = settings.rollout.dynamic_sampling
@@ -276,6 +288,7 @@ RULES: tuple[Callable[[Fields], None], ...] = (
     _rewards_are_several,
     _written_answers_are_not_sampled,
     _teacher_is_asked,
+    _routes_are_recorded,
     _flat_groups_count,
     _groups_vary,
 )

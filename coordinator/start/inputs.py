@@ -164,6 +164,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         tasks, eval_tasks, eval_sets = named.tasks, named.eval_tasks, named.eval_sets
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
         refusals_of_tasks.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
+        refusals_of_models.refuse_unrecorded(settings, engine, model)
         base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
         if model is not None:

@@ -9,11 +9,13 @@ from typing import Any
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
+from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_dir import is_adapter
 from rollout.engines.model_facts import (
     DEQUANTISED,
     attention_heads,
+    count_experts,
     quantisation,
     recurrent_layers,
     vocabulary_size,
@@ -113,6 +115,21 @@ def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
             f"{engines}, and training with weights in {trained}, so the one would miss updates of the other; "
             f"leave {name} out{other}"
         )
+
+
+def refuse_unrecorded(settings: RunSettings, engine: EngineKind, model_dir: Path | None) -> None:
+    """Raise SettingsError if there are no routes to replay: the model has no experts, or the engine of this
+    node does not record them.
+    """
+    if not settings.trainer.routing_replay:
+        return
+    if model_dir is None or not (is_adapter(model_dir) or count_experts(model_dir)[0]):
+        reason = f"--model {settings.model} has no experts"
+    elif settings.rl_phase != "update" and not isinstance(engine, Embedded):
+        reason = f"{engine.name} is not asked for its routes yet, only --engine torch is"
+    else:
+        return
+    raise SettingsError(f"trainer.routing_replay: {reason}; leave it out")
 
 
 def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:

@@ -158,6 +158,8 @@ class EngineClient:
             request["content_parts"] = [await asyncio.to_thread(self._part, digest) for digest in pictures]
         if not self.facts.is_seeded:
             request["seed"] = None
+        if self.facts.with_routes:
+            request["return_routed_experts"] = True
         if self._model:
             request["model"] = self._model
         headers: dict[str, str] = {}

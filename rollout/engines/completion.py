@@ -1,9 +1,14 @@
 """Completions in the OpenAI API with token ids, which vLLM and the embedded engine speak."""
 
+import base64
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollout.engines.special_tokens import NO_SPECIAL_TOKENS, SpecialTokens
 from rollout.origin import Sampling
@@ -56,6 +61,8 @@ class Completion:
     """If it calls tools: the text before the calls. `text` is all of it."""
     pictures: Sequence[Picture] = ()
     """Those of the prompt."""
+    routes: NDArray[np.int16] | None = None
+    """(tokens, layers x experts of a token) of prompt and completion but the last token, if asked for."""
     likely: Sequence[tuple[str, Mapping[str, float]]] = ()
     """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
@@ -131,8 +138,16 @@ def completion_of(
         finish_reason(str(choice["finish_reason"])),
         stop_string=stop or "",
         pictures=[Picture(digest, *map(int, at)) for digest, at in zip(pictures, ranges, strict=True)],
+        routes=_routes(choice.get("routed_experts")),
         likely=_likely(choice["logprobs"]) if "logprobs" in sampling.more else (),
     )
+
+
+def _routes(text: str | None) -> NDArray[np.int16] | None:
+    if text is None:
+        return None
+    routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return routes.reshape(len(routes), -1).astype(np.int16)
 
 
 def _likely(logprobs: dict[str, Any]) -> list[tuple[str, Mapping[str, float]]]:

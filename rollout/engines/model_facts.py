@@ -47,14 +47,20 @@ def count_parameters(model_dir: Path) -> int:
 
 def count_active_parameters(model_dir: Path) -> int:
     """Return the number of parameters that compute a token: of a mixture, those of the experts it goes to."""
-    text = _configs(model_dir)[1]
-    experts, active = (
-        next((text[key] for key in keys if type(text.get(key)) is int), 0) for keys in _EXPERTS
-    )
+    experts, active = count_experts(model_dir)
     share = min(1.0, active / experts) if experts and active else 1.0
     sizes = {name: math.prod(shape) for name, (_, shape) in tensor_names(model_dir).items()}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()) - round(of_experts * (1 - share))
+
+
+def count_experts(model_dir: Path) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many of them a token goes to; 0 where none are named."""
+    text = _configs(model_dir)[1]
+    experts, active = (
+        next((text[key] for key in keys if type(text.get(key)) is int), 0) for keys in _EXPERTS
+    )
+    return experts, active
 
 
 def context_tokens(model_dir: Path) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import TypeIs
 
 from rollout.counter_rng import later
@@ -278,7 +279,18 @@ def sample_of(*turns: Completion) -> Sample:
         metrics={"unread_calls": float(sum(unread))} if unread else {},
         turns=[shown for turn in turns for shown in (*turn.turns_before, _generated(turn))],
         pictures=[*turns[0].pictures],
+        routes=_routes(turns, len(token_ids)),
     )
+
+
+def _routes(turns: Sequence[Completion], tokens: int) -> NDArray[np.int16] | None:
+    """(tokens, ...) routes of each token by the turn that has read it first; None if no turn has any."""
+    whole, known = None, 0
+    for routes in (turn.routes for turn in turns if turn.routes is not None):
+        whole = np.full((tokens, routes.shape[1]), -1, np.int16) if whole is None else whole
+        whole[known : len(routes)] = routes[known:]
+        known = len(routes)
+    return whole
 
 
 def opening(task: Task) -> str | list[Message]:

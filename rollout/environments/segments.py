@@ -75,10 +75,13 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
             completion,
             token_ids=completion.token_ids[:count],
             logprobs=completion.logprobs[:count],
+            routes=None if completion.routes is None else completion.routes[: len(completion.prompt_ids) + count],
             finish_reason="stop",
         )
         text = (text + completion.stop_string).partition(stop)[0]
     added = sample_of(completion)
+    if added.routes is not None and sample.routes is not None:  # those of the policy that has drawn it
+        added.routes[: len(sample.routes) - 1] = sample.routes[:-1]
     return replace(
         added,
         loss_mask=np.concatenate([sample.loss_mask, added.loss_mask[len(sample.loss_mask) :]]),

@@ -48,8 +48,9 @@ _DTYPES = {
     "teacher_logprobs": np.float32,
     "token_advantages": np.float32,
     "sources": np.int32,
+    "routes": np.int16,
 }
-_OPTIONAL = {"token_advantages", "sources"}
+_OPTIONAL = {"token_advantages", "sources", "routes"}
 """What a batch of before may lack, as one does that has none of it."""
 
 
@@ -121,6 +122,8 @@ class Batch:
     """(S,) those of each sequence, in order; empty if no sequence has any."""
     sources: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """(S,) the index in `source_names` of the source of each sequence's task; or (0,)."""
+    routes: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
+    """(T x layers with experts x experts of a token,) as Sample has them; or (0,)."""
     source_names: Sequence[str] = ()
     """In order; empty if the tasks have a single source."""
 
@@ -224,6 +227,8 @@ class Batch:
         for name in ("teacher_logprobs", "token_advantages"):
             if len(getattr(self, name)) not in (0, tokens):
                 raise DamagedBatch(f"token_ids and {name} differ in length")
+        if len(self.routes) % tokens if tokens else len(self.routes):
+            raise DamagedBatch(f"{len(self.routes)} routes are not the same number for {tokens} tokens")
         of_sequences = (self.rewards, self.slots, self.groups, self.temperatures, self.offsets[1:])
         if any(len(array) != sequences for array in of_sequences):
             raise DamagedBatch(
@@ -346,6 +351,7 @@ def build_batch(
             [item.of_tokens for item, _, _ in chosen if item.of_tokens is not None], np.float32
         ),
         sources=np.array([names.index(name) for name in named], np.int32),
+        routes=_flat(_routes(samples, settings), np.int16),
         source_names=names,
         counts=_counts(groups, window),
         pictures=[sample.pictures for sample in samples] if any(s.pictures for s in samples) else (),
@@ -371,6 +377,20 @@ def _taught(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArra
             "trainer.replay_window=1)"
         )
     return taught
+
+
+def _routes(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArray[np.int16]]:
+    """Return the routes of all samples, if they are replayed; ValueError if some have none."""
+    if not settings.routing_replay:
+        return []
+    routed = [s.routes.ravel() for s in samples if s.routes is not None and (s.routes >= 0).any()]
+    if len(routed) < len(samples):
+        raise ValueError(
+            f"{len(samples) - len(routed)} of {len(samples)} samples have no routes, which "
+            "trainer.routing_replay needs; they were made without it: train on them with "
+            "trainer.routing_replay=false, or remove them (run cleanup --iteration N)"
+        )
+    return routed
 
 
 def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:

@@ -50,6 +50,8 @@ class Microbatch:
     """(N,); (0,) without a teacher."""
     members: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """(K,) the index in the batch of each sequence of the microbatch."""
+    routes: NDArray[np.int16] | None = None
+    """(R, C, layers x experts of a token) as Sample has them; None: each token takes its own."""
     pictures: Sequence[tuple[str, int, int]] | None = None
     """The digest of each picture in the rows, its first token in the flattened rows, and how many it has;
     None: the whole batch has none."""
@@ -255,6 +257,12 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
     is_masked = any(item.shared for row in rows for item in row)
     token_ids = np.zeros(len(numbers), np.int64)
     token_ids[real] = batch.token_ids[(first[numbers] + within)[real]]
+    routes = None
+    if len(batch.routes):
+        of_tokens = batch.routes.reshape(len(batch.token_ids), -1)
+        routes = np.full((len(numbers), of_tokens.shape[1]), -1, np.int16)
+        routes[real] = of_tokens[(first[numbers] + within)[real]]
+        routes = routes.reshape(*shape, -1)
     sequences, shared, start, own_begins = np.array(laid, np.int64).reshape(-1, 4).T
     begins, lengths = batch.offsets[sequences], batch.lengths()[sequences]
     trained = _ranges(begins, lengths)
@@ -283,6 +291,7 @@ def fill(batch: Batch, rows: Sequence[Sequence[Bundle]]) -> Microbatch:
         segments=np.stack([numbers, before[numbers]]).reshape(2, *shape) if is_masked else None,
         teacher_logprobs=batch.teacher_logprobs[trained if len(batch.teacher_logprobs) else trained[:0]],
         members=sequences,
+        routes=routes,
         pictures=list(_pictures(batch, laid)) if batch.pictures else None,
     )
 

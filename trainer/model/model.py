@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from rollout.engines.embedded.routes import routes_of
 from rollout.engines.short_model import short_model
 from trainer.batch.packing import Microbatch
 from trainer.model import attention, context, packed_sequences, parallel
@@ -158,6 +159,9 @@ class Learner:
             inputs = {"input_ids": nothing, "position_ids": nothing}
         else:
             return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
+        if scorer.routes is not None:  # until the next call: a backward pass may compute this one again
+            given = microbatch.routes if len(targets) else None
+            scorer.routes.given = None if given is None else torch.from_numpy(given).flatten(0, 1).to(self.device)
         if self.device.type == "cpu":  # the backward pass uses the same kernel
             torch.backends.cuda.enable_flash_sdp(inputs["input_ids"].shape[1] > SHORT_ROW)
         temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
@@ -447,6 +451,10 @@ def build_learner(
     scorer = build_scorer(base_dir, device, settings, layout, torch.float32, model_dir, progress)
     learner = Learner(scorer, layout, settings.optimizer)
     learner.arrange(settings.share_prompts)
+    if settings.routing_replay:
+        scorer.routes = routes_of(scorer.model)
+        if not scorer.routes.layers:
+            raise LayoutError("trainer.routing_replay: the model has no layer with experts; leave it out")
     return learner
 
 

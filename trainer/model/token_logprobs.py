@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rollout.engines.embedded.picture_input import Placed, picture_features, put_in
+from rollout.engines.embedded.routes import Routes
 from rollout.engines.model_facts import PICTURED
 from trainer.model import context
 from trainer.model.attention import Kernel
@@ -55,6 +56,8 @@ class Scorer(nn.Module):
         self.computes_in = computes_in
         self.offloaded = offloaded
         self.config: Any = self._causal[0].config.get_text_config()
+        self.routes: Routes | None = None
+        """With trainer.routing_replay: where its tokens go."""
         self._own_attention: str = self.config._attn_implementation
         self._rows = max(1, CHUNK_ELEMENTS // self.config.vocab_size)
         self._rounding = rounding

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 from rollout.counter_rng import uniforms
 from rollout.engines.embedded.picture_input import Shown
+from rollout.engines.embedded.routes import Routes, routes_of
 
 GREEDY_BELOW = 1e-5
 """A temperature below this means greedy, as in vLLM."""
@@ -47,6 +49,8 @@ class Generation:
     """Those of the prompt, each with the place of its first token."""
     skip_special: bool = True
     """Whether special tokens are left out of the text, also where stop strings are searched."""
+    with_routes: bool = False
+    """Whether the routes of its tokens are recorded."""
     future: "Future[list[Row]]" = field(default_factory=Future)
     rows: "list[Row]" = field(init=False)
     started: bool = False
@@ -66,6 +70,8 @@ class Row:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string, or one of `stop_ids`, that has ended it; None: an end of sequence, or its length."""
+    routes: list[NDArray[np.int16]] = field(default_factory=list)
+    """(tokens, layers, experts of a token) of the prompt, then of each token that was drawn, but the last."""
 
 
 class Batch(ABC):
@@ -78,6 +84,8 @@ class Batch(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.rows: list[Row] = []
+        self._routes: Routes | None = None
+        """Once a row asks for its routes."""
         self._set_row_tensors()
 
     @abstractmethod
@@ -102,6 +110,24 @@ class Batch(ABC):
         ids = torch.tensor(token_ids)
         logprobs = log_softmax(self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double(), -1)
         return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+
+    def _watch_routes(self, rows: Sequence[Row]) -> None:
+        """Record routes from now on if these rows, which will join, ask for theirs, and there are any."""
+        if any(row.generation.with_routes for row in rows) and routes_of(self.model).layers:
+            self._routes = routes_of(self.model)
+
+    def _keep_routes(self, rows: Sequence[Row], of: Sequence[int], columns: int) -> None:
+        """Add the routes of the last call, of rows with so many columns, to what these rows have: `of` says
+        in which of the call's rows each is.
+        """
+        if self._routes is None:
+            return
+        taken = self._routes.taken
+        taken = taken.reshape(-1, columns, *taken.shape[1:])
+        for row, number in zip(rows, of, strict=True):
+            if row.generation.with_routes:
+                new = 1 if row.token_ids else len(row.generation.prompt_ids)
+                row.routes.append(taken[number, columns - new :])
 
     def _draw(self, begin: int, logits: Tensor) -> tuple[list[int], list[float]]:
         """Draw the next token of the rows from `begin` on."""

@@ -46,13 +46,16 @@ class Cohorts(Batch):
             for chunk in prefill_chunks(rows)  # sorted by length
             for _, group in itertools.groupby(chunk, key=lambda row: len(row.generation.prompt_ids))
         ]
+        self._watch_routes(rows)
         self.rows += itertools.chain(*groups)  # first, so that these requests fail too if the model fails
         for group in groups:
             generations = list(dict.fromkeys(row.generation for row in group))
             last, cache = self._forward(torch.tensor([g.prompt_ids for g in generations]), None)
             # Each prompt is computed once for all its rows.
             number_of = {generation: g for g, generation in enumerate(generations)}
-            prompt_of = torch.tensor([number_of[row.generation] for row in group])
+            numbers = [number_of[row.generation] for row in group]
+            self._keep_routes(group, numbers, len(generations[0].prompt_ids))
+            prompt_of = torch.tensor(numbers)
             logits.append(last[prompt_of])
             self._cohorts.append(_Cohort(group, cache))
             _select(cache, prompt_of)
@@ -76,13 +79,16 @@ class Cohorts(Batch):
         logits, begin = list[Tensor](), 0
         for cohort in self._cohorts:
             end = begin + len(cohort.rows)
+            columns = 1
             if cohort.cache is None:
                 ids = torch.tensor([row.generation.prompt_ids + row.token_ids for row in cohort.rows])
+                columns = ids.shape[1]
                 last, _ = self._forward(ids, None)
             else:
                 first = cohort.rows[0]
                 known = len(first.generation.prompt_ids) + len(first.token_ids) - 1
                 last, cohort.cache = self._forward(self._next[begin:end, None], cohort.cache, known)
+            self._keep_routes(cohort.rows, range(len(cohort.rows)), columns)
             logits.append(last)
             begin = end
         return self._draw(0, torch.cat(logits))

@@ -27,6 +27,7 @@ class PaddedBatch(Batch):
     def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
         begin, logits = len(self.rows), list[Tensor]()
         chunks = list(prefill_chunks(rows))
+        self._watch_routes(rows)
         self.rows += itertools.chain(*chunks)  # first, so that these requests fail too if the model fails
         for chunk in chunks:
             cache, mask, last = self._prefill(chunk)
@@ -66,6 +67,7 @@ class PaddedBatch(Batch):
             past_key_values=self._cache,
             use_cache=True,
         )
+        self._keep_routes(self.rows, range(len(self.rows)), 1)
         return self._draw(0, output.logits[:, -1])
 
     def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor]:
@@ -93,7 +95,9 @@ class PaddedBatch(Batch):
             use_cache=True,
             logits_to_keep=1,
         )
-        kept = torch.tensor([number_of[row.generation] for row in rows])
+        numbers = [number_of[row.generation] for row in rows]
+        self._keep_routes(rows, numbers, width)
+        kept = torch.tensor(numbers)
         for layer in _layers(cache):
             layer.keys, layer.values = layer.keys[kept], layer.values[kept]
         return cache, mask[kept], output.logits[kept, -1]

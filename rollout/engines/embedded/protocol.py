@@ -1,6 +1,7 @@
 """Requests and answers of the embedded engine's server, in the shapes of vLLM 0.32. No torch."""
 
 import base64
+import io
 import secrets
 import time
 import uuid
@@ -8,6 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from rollout.engines.bodies import BadRequest, Body, GenerationBody
@@ -46,6 +49,8 @@ class CompletionBody(GenerationBody):
     logprobs: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool | None = None
+    return_routed_experts: StrictBool = False
+    """Answered as by a vLLM that is started with --enable-return-routed-experts."""
     stop_token_ids: list[StrictInt] | None = None
     skip_special_tokens: StrictBool = True
     add_special_tokens: StrictBool = True
@@ -208,6 +213,15 @@ def prompt_logprobs_body(
         None,
         *({str(token): {"logprob": logprob, "decoded_token": text}} for token, text, logprob in entries),
     ]
+
+
+def routes_body(routes: Sequence[NDArray[np.int16]]) -> str | None:
+    """`routed_experts` of a choice; None without any."""
+    if not routes:
+        return None
+    data = io.BytesIO()
+    np.save(data, np.concatenate(routes), allow_pickle=False)
+    return base64.b64encode(data.getbuffer()).decode()
 
 
 def model_list(name: str, adapter: str | None, max_model_len: int) -> dict[str, Any]:

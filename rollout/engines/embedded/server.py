@@ -123,6 +123,7 @@ class Server:
                 top_k=max(0, body.top_k or 0),
                 min_p=body.min_p or 0.0,
                 skip_special=body.skip_special_tokens,
+                with_routes=body.return_routed_experts,
             )
             for prompt_ids in prompts
         ]
@@ -262,6 +263,7 @@ class Server:
             "token_ids": row.token_ids if with_ids else None,
             "prompt_logprobs": prompt_logprobs,
             "prompt_token_ids": prompt_ids if with_ids else None,
+            **({"routed_experts": protocol.routes_body(row.routes)} if body.return_routed_experts else {}),
         }
 
 

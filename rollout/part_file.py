@@ -30,7 +30,13 @@ _TEACHER = {"teacher_logprobs": "F32"}
 _ROUTES = {"routes": "I16"}
 """Only there if some were recorded: so many for each token as there are."""
 _ALL = {**_DTYPES, **_TEACHER, **_ROUTES}
-_NUMPY = {"I32": np.dtype("<i4"), "U8": np.dtype("u1"), "I16": np.dtype("<i2"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+_NUMPY = {
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+    "I16": np.dtype("<i2"),
+    "F32": np.dtype("<f4"),
+    "I64": np.dtype("<i8"),
+}
 _HEADER_LIMIT_BYTES = 100_000_000
 _ZEROS = "0" * 64
 

@@ -75,7 +75,9 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
             completion,
             token_ids=completion.token_ids[:count],
             logprobs=completion.logprobs[:count],
-            routes=None if completion.routes is None else completion.routes[: len(completion.prompt_ids) + count],
+            routes=None
+            if completion.routes is None
+            else completion.routes[: len(completion.prompt_ids) + count],
             finish_reason="stop",
         )
         text = (text + completion.stop_string).partition(stop)[0]

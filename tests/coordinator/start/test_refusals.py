@@ -387,7 +387,7 @@ def test_routes_are_replayed_only_of_experts_that_the_engine_records(tmp_path: P
     engine: Any = SimpleNamespace(name="vLLM")
     with pytest.raises(SettingsError, match="routing_replay: vLLM is not asked for its routes"):
         refusals_of_models.refuse_unrecorded(settings, engine, model)
-    written = {"rollout.environment": "demonstration"}
+    written = {"rollout.environment": "demonstration", "trainer.algorithm": "sft"}
     for other in ({"trainer.context_parallel": 2}, {"trainer.compile": True}, written):
         assert "trainer.routing_replay with" in refusal(given | other)
     write_model(tmp_path / "model", {"eos_token_id": 0})

@@ -100,7 +100,7 @@ def test_two_groups_of_one_slot_are_refused(groups: list[Group]) -> None:
 def test_batch_survives_a_round_trip(groups: list[Group]) -> None:
     batch = build_batch(groups, **ABOUT)
     read = Batch.decode(batch.encode())
-    assert len(_DTYPES) == 15
+    assert len(_DTYPES) == 16
     for name in _DTYPES:
         one, other = getattr(read, name), getattr(batch, name)
         assert one.dtype == other.dtype

@@ -105,10 +105,10 @@ class Sample:
         one that cannot come again. Raises ValueError unless there is one for each.
         """
         count = len(self.generated_turns)
-        for name, given in (("rewards", rewards), ("states", states or rewards)):
-            if len(given) != count:
+        for name, of_turns in (("rewards", rewards), ("states", states or rewards)):
+            if len(of_turns) != count:
                 raise ValueError(
-                    f"{len(given)} {name} for {count} generated turns: give one for each, or None"
+                    f"{len(of_turns)} {name} for {count} generated turns: give one for each, or None"
                 )
         values = [None if reward is None else float(reward) for reward in rewards]
         left = iter(zip(values, states or [None] * count, strict=True))

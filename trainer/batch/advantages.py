@@ -144,7 +144,7 @@ def state_advantages(
             if name is not None:
                 places.setdefault(name, []).append((s, k))
     whole = np.asarray(of_samples, dtype=np.float64)
-    advantages = [np.full_like(values, own) for values, own in zip(returns, whole, strict=True)]
+    advantages = [np.full_like(turns, of_sample) for turns, of_sample in zip(returns, whole, strict=True)]
     for there in places.values():
         compared = group_advantages([returns[s][k] for s, k in there], kind, keep_flat=True)
         for (s, k), advantage in zip(there, () if compared is None else compared, strict=True):

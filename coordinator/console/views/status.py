@@ -13,7 +13,6 @@ from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import ONE_CREW, Placement, device_counts, read_placement
 from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings.tree import SettingsError
-from coordinator.start.wait_for_master import what_is_there
 from rollout.storage import files
 
 
@@ -44,6 +43,8 @@ class StatusReader:
         run = published.read_json(self.run_dir.run_json) if is_there else None
         if run is None:
             _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
+            from coordinator.start.wait_for_master import what_is_there  # it takes numpy
+
             there = what_is_there(self.run_dir) or " (no run.json that can be read)"
             raise SettingsError(f"--log-path {root}: no run there{there}")
         if run.get("format") != FORMAT:

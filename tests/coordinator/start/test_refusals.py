@@ -622,7 +622,8 @@ def test_start_warns_of_a_judge_that_would_score_nothing(
     refusals_of_models.warn_of_reward_servers(
         loading.build({**given, "eval.sets.a.tasks": "builtin:products"})
     )
-    assert [line.partition(": as it is")[0] for line in caplog.messages] == [
+    warned = [record.getMessage() for record in caplog.records if record.name == refusals_of_models.__name__]
+    assert [line.partition(": as it is")[0] for line in warned] == [
         f"--reward {judges[0]}: the judge reads 8 tokens, and a sample alone may have rollout.max_tokens=8",
         f"eval.sets.a.reward={judges[1]}: there is no model 'bug', but big",
     ]

@@ -20,7 +20,7 @@ from coordinator.journal.progress_reminder import FIRST_S, progress_reminders
 from coordinator.keeping.resume import next_iteration
 from coordinator.keeping.trainer_states import wait_for_newest
 from coordinator.machine.children import ChildError
-from coordinator.machine.entries import StoreError
+from coordinator.machine.copy_entries import StoreError
 from coordinator.machine.network import NetworkError
 from coordinator.machine.oddities import TooFewProcesses, explained
 from coordinator.node.flags import call_document

@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.directory.layout import Kind
 from coordinator.journal import sample_tables
 from coordinator.journal.tracker_kinds import About, MLflow, Sink, TensorBoard, Trackio, WandB
-from coordinator.settings.fields import MetricsSettings, SinkName
+from coordinator.settings.metrics import MetricsSettings, SinkName
 from coordinator.settings.tree import SettingsError
 from rollout.plugins import is_installed
 

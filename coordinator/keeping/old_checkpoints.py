@@ -11,7 +11,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phase import Phase, phases_of
-from coordinator.settings.fields import CheckpointSettings
+from coordinator.settings.keeping import CheckpointSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 

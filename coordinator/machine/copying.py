@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.directory.published import Incomplete
-from coordinator.machine.entries import COPY, PART, StoreError, make_room
+from coordinator.machine.copy_entries import COPY, PART, StoreError, make_room
 from rollout.storage import delta, files
 from rollout.storage.files import FileFacts, Moved, SharedFsError
 from rollout.storage.writer import Sink, copy_of

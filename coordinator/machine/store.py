@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from coordinator.machine import copying, entries
+from coordinator.machine import copy_entries, copying
+from coordinator.machine.copy_entries import COPY, PART, StoreError
 from coordinator.machine.copying import Copying
-from coordinator.machine.entries import COPY, PART, StoreError
 from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
@@ -79,7 +79,7 @@ class Store:
         if descriptor is None:
             self._let_go(HELD - 1)
             order = Copying(source, files, moved, before or {}, threads, is_here)
-            descriptor = entries.acquire(folder / key, lambda: copying.fill(folder / key, order), moved)
+            descriptor = copy_entries.acquire(folder / key, lambda: copying.fill(folder / key, order), moved)
             self._keep(key, descriptor)
             self._let_go(HELD)
         os.utime(folder / key)  # the least recently used go first
@@ -96,12 +96,12 @@ class Store:
         """
         self.abandon()
         folder = own_folder("store", self._below)
-        if (free := entries.make_room(folder, size)) < size:
+        if (free := copy_entries.make_room(folder, size)) < size:
             raise StoreError(
                 f"{folder} has room for {free / 1e9:.2f} GB, and the policy has {size / 1e9:.2f} GB"
             )
         try:
-            self._begun = entries.begin(folder)
+            self._begun = copy_entries.begin(folder)
             part = self._begun[0] / PART
             part.mkdir()
         except OSError as error:
@@ -130,7 +130,7 @@ class Store:
                 descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:
                 return None
-        if not entries.use(descriptor, target):
+        if not copy_entries.use(descriptor, target):
             os.close(descriptor)
             return None
         self._let_go(HELD - 1)
@@ -150,14 +150,14 @@ class Store:
             descriptor = self._held.pop(copy.parent.name, None)
         if descriptor is not None:
             os.close(descriptor)
-            entries.remove(copy.parent)
+            copy_entries.remove(copy.parent)
 
     def close(self) -> None:
         """Let go of what is held, and leave no more than the next start needs."""
         self.abandon()
         if self._held:
             self._let_go(0)
-            entries.make_room(own_folder("store", self._below), 0)
+            copy_entries.make_room(own_folder("store", self._below), 0)
 
     def _keep(self, key: str, descriptor: int) -> None:
         """Hold a copy by this descriptor; an older one is closed."""

@@ -28,15 +28,15 @@ from coordinator.machine.host_lock import hold_for_process, name_of_run
 from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
+from coordinator.node.directory_outage import Outage
 from coordinator.node.flags import Flags, Payload
-from coordinator.node.guest_list import Guests
-from coordinator.node.hung_calls import end_children_if_calls_hang
+from coordinator.node.guests_present import Guests
+from coordinator.node.hung_directory_calls import end_children_if_calls_hang
 from coordinator.node.identity import Identity
 from coordinator.node.iteration import Iteration
 from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
-from coordinator.node.outage import Outage
 from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position

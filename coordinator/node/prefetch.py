@@ -8,7 +8,7 @@ from coordinator.directory import published
 from coordinator.directory.background import Background
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
-from coordinator.machine.entries import StoreError
+from coordinator.machine.copy_entries import StoreError
 from coordinator.node.policies import Policies
 from rollout.environment_variables import cores
 from rollout.storage.files import SharedFsError

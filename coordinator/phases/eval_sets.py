@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from coordinator.directory import parts
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION, joined_digest
-from coordinator.start.functions import Functions
 from coordinator.start.inputs import Inputs
+from coordinator.start.user_functions import Functions
 from rollout.evaluation import evaluate
 from rollout.origin import Code, Sampling, described
 from rollout.tasks.task_set import Task

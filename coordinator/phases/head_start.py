@@ -16,7 +16,7 @@ from typing import Any
 
 from coordinator.directory.published import Policy
 from coordinator.keeping import resume
-from coordinator.machine.entries import StoreError
+from coordinator.machine.copy_entries import StoreError
 from coordinator.machine.filesystems import find_mount
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration

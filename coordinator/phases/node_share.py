@@ -8,7 +8,7 @@ from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.phases.eval_sets import SetSlots
-from coordinator.start.functions import Functions
+from coordinator.start.user_functions import Functions
 from rollout.environments.segments import Segment
 from rollout.origin import Origin
 from rollout.pictures import pictures_in

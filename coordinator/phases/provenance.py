@@ -18,8 +18,8 @@ from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.loading import option_name, show
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
-from coordinator.start.functions import Functions, load_functions
 from coordinator.start.inputs import Inputs, difference
+from coordinator.start.user_functions import Functions, load_functions
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.part_file import DamagedPart, PartHeader, decode_part
 from rollout.settings import SELF, EvalSettings

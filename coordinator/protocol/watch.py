@@ -21,7 +21,7 @@ from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
-from coordinator.protocol.late_names import LateNames
+from coordinator.protocol.late_mounts import LateNames
 from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord, Records

@@ -2,11 +2,13 @@
 their own.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from coordinator.settings.cluster import ClusterSettings
+from coordinator.settings.keeping import CheckpointSettings, TrajectorySettings
+from coordinator.settings.metrics import MetricsSettings
 from rollout.settings import (
     GENERATED,
     TINY,
@@ -18,64 +20,6 @@ from rollout.settings import (
     Settings,
 )
 from trainer.settings import TrainerSettings
-
-
-class CheckpointSettings(Settings):
-    """Which checkpoints are kept."""
-
-    keep_last: Annotated[int, Field(ge=2)] = 3
-    """Keep this many of the newest checkpoints; at least 2, so that one is left to fall back to."""
-    keep_every: Annotated[int, Field(ge=1)] | None = None
-    """Also keep the checkpoint of every n-th iteration; null: none."""
-    keep_best: Annotated[int, Field(ge=0)] = 0
-    """Also keep this many with the best evaluation (without evaluations: with the best sampled reward)."""
-    best_by: str | None = None
-    """The best by the score of this set of `eval.sets`; null: by `eval_reward`."""
-    head_start: bool | None = None
-    """Copy new weights to each node before the checkpoint is durable, so that engines load them and generate
-    for the next iteration meanwhile; null: where the run directory is on a shared filesystem. It has no
-    effect with adapters, two crews, servers of your own, or `cluster.max_async_level` above 0."""
-    delta: bool = False
-    """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
-    size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
-    written in host memory for it."""
-
-
-class TrajectorySettings(Settings):
-    """Which trajectories and batches are kept, once they have been trained on."""
-
-    keep_last: Annotated[int, Field(ge=1)] | None = None
-    """Keep those of this many of the newest iterations, and older ones with which a training may have to be
-    repeated after a restart; null: all. What was not trained on yet stays."""
-    keep_every: Annotated[int, Field(ge=1)] | None = None
-    """Also keep those of every n-th iteration; null: none."""
-
-    @model_validator(mode="after")
-    def _every_is_beside_last(self) -> "TrajectorySettings":
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError(
-                f"trajectories.keep_every={self.keep_every} says what stays beside the newest, but all stay; "
-                "add trajectories.keep_last, or leave it out"
-            )
-        return self
-
-
-SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-
-
-def _names(value: Any) -> Any:
-    return [name for name in value.split(",") if name] if isinstance(value, str) else value
-
-
-class MetricsSettings(Settings):
-    """Where the metrics are sent, in addition to metrics.jsonl."""
-
-    sinks: Annotated[tuple[SinkName, ...], BeforeValidator(_names)] = ()
-    """tensorboard, wandb, trackio, mlflow; several separated by commas."""
-    project: str = "flagpost"
-    """The run's project at W&B or trackio, its experiment at MLflow; the run is named after its log path."""
-    samples: Annotated[int, Field(ge=0)] = 0
-    """Send the samples of this many groups of each iteration, and of each evaluation, as a table too."""
 
 
 class TinySettings(Settings):

@@ -8,10 +8,10 @@ from typing import Any
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import refuse_training_tasks
-from coordinator.start.functions import load_functions
 from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_tasks import look_at_text, refuse_unrendered
+from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.settings import TINY
 from rollout.storage.files import is_directory

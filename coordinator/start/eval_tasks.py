@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.functions import Functions, load_functions
+from coordinator.start.user_functions import Functions, load_functions
 from rollout.origin import Code
 from rollout.tasks.read_rows import is_there
 from rollout.tasks.task_set import TaskError, TaskSet, is_file, load_tasks

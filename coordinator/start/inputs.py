@@ -15,7 +15,7 @@ from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
-from coordinator.start.functions import Functions, load_functions
+from coordinator.start.user_functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.kinds.choice import any_kind, engine_kind
 from rollout.engines.kinds.kind import EngineKind, ServerSettingError

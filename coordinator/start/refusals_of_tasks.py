@@ -20,7 +20,7 @@ from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_facts import PICTURED, has_processor, may_have_chat_template, takes_pictures
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
-from rollout.environments.trial import longer_prompts, try_tasks, why_no_tools
+from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
 from rollout.rewards.builtin import check_task

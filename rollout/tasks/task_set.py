@@ -15,13 +15,13 @@ import numpy as np
 from rollout.counter_rng import random_bits
 from rollout.settings import GENERATED
 from rollout.tasks import reasoning_gym
-from rollout.tasks.builtin_shapes import shape_tasks
 from rollout.tasks.fields import task_of
 from rollout.tasks.file_kinds import HUB, RowError, place
 from rollout.tasks.messages import with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
 from rollout.tasks.pictures import Pictures
 from rollout.tasks.read_rows import rows
+from rollout.tasks.shape_pictures import shape_tasks
 from rollout.tasks.stored import SomeTasks, StoredTasks
 from rollout.tasks.text_gym import text_gym_tasks
 from rollout.tasks.verifiers import verifiers_tasks

@@ -17,7 +17,7 @@ import psutil
 from coordinator.directory.layout import RunDir
 from coordinator.machine.children import PROGRAMS
 from coordinator.settings.tree import SettingsError
-from coordinator.start.functions import load_functions
+from coordinator.start.user_functions import load_functions
 from rollout.part_file import decode_part
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Group

@@ -29,10 +29,10 @@ from coordinator.machine.store import Store
 from coordinator.node import identity, node
 from coordinator.phases import base_model
 from coordinator.settings.tree import RunSettings
-from coordinator.start import functions, start_guest
 from coordinator.start import start as start_module
-from coordinator.start.functions import describe
+from coordinator.start import start_guest, user_functions
 from coordinator.start.inputs import Inputs, load_inputs
+from coordinator.start.user_functions import describe
 from rollout.engines.kinds import kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import Server
@@ -151,7 +151,7 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
     for module in (start_module, start_guest):
         patch.setattr(module, "load_inputs", _load_inputs_once)
     loader = SimpleNamespace(call=lambda kind, name, deadline_s: describe(kind, name), close=lambda: None)
-    patch.setattr(functions, "ProcessPool", lambda *_, **_more: loader)
+    patch.setattr(user_functions, "ProcessPool", lambda *_, **_more: loader)
 
 
 _command = Embedded.command

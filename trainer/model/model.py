@@ -160,9 +160,9 @@ class Learner:
         else:
             return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
         if scorer.routes is not None:  # until the next call: a backward pass may compute this one again
-            given = microbatch.routes if len(targets) else None
-            scorer.routes.given = (
-                None if given is None else torch.from_numpy(given).flatten(0, 1).to(self.device)
+            routes = microbatch.routes if len(targets) else None
+            scorer.routes.replayed = (
+                None if routes is None else torch.from_numpy(routes).flatten(0, 1).to(self.device)
             )
         if self.device.type == "cpu":  # the backward pass uses the same kernel
             torch.backends.cuda.enable_flash_sdp(inputs["input_ids"].shape[1] > SHORT_ROW)

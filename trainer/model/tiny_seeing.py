@@ -20,7 +20,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from rollout.engines.embedded.picture_input import PictureReader
 from rollout.pictures import pictures_in
 from rollout.storage.writer import publish_directory
-from rollout.tasks.builtin_shapes import SIDE
+from rollout.tasks.shape_pictures import SIDE
 from rollout.tasks.task_set import SHAPES, load_tasks
 from trainer.model import tiny
 

@@ -23,11 +23,11 @@ from coordinator.keeping import resume
 from coordinator.settings import loading
 from coordinator.settings.number_ranges import iterations_text, listed
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.functions import load_functions
 from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals_of_tasks import refuse_unscored
 from coordinator.start.run_json import find_run, fixed_of, refuse_changes
 from coordinator.start.start import last_start
+from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import OUTSIDE
 from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
 from rollout.rewards.builtin import RewardError, resolve_reward, score, weights_by_title

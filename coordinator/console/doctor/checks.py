@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from coordinator.machine.filesystems import Mount
 from coordinator.settings.cluster import ClusterSettings
-from coordinator.settings.fields import CheckpointSettings
+from coordinator.settings.keeping import CheckpointSettings
 
 Verdict = Literal["ok", "slow", "warn", "fail"]
 

@@ -116,15 +116,15 @@ class Batch(ABC):
         if any(row.generation.with_routes for row in rows) and routes_of(self.model).layers:
             self._routes = routes_of(self.model)
 
-    def _keep_routes(self, rows: Sequence[Row], of: Sequence[int], columns: int) -> None:
-        """Add the routes of the last call, of rows with so many columns, to what these rows have: `of` says
-        in which of the call's rows each is.
+    def _keep_routes(self, rows: Sequence[Row], numbers: Sequence[int], columns: int) -> None:
+        """Add the routes of the last call, of rows with so many columns, to what these rows have: `numbers`
+        says which of the call's rows each is.
         """
         if self._routes is None:
             return
         taken = self._routes.taken
         taken = taken.reshape(-1, columns, *taken.shape[1:])
-        for row, number in zip(rows, of, strict=True):
+        for row, number in zip(rows, numbers, strict=True):
             if row.generation.with_routes:
                 new = 1 if row.token_ids else len(row.generation.prompt_ids)
                 row.routes.append(taken[number, columns - new :])

@@ -18,10 +18,10 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class Routes:
-    """The routes of a model's tokens: `taken` by the last call, or `given` for the calls to come."""
+    """The routes of a model's tokens: `taken` by the last call, or `replayed` in the calls to come."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.given: Tensor | None = None
+        self.replayed: Tensor | None = None
         """(tokens, layers with experts x experts of a token); below 0: the token's own."""
         self._taken: list[Tensor] = []
         self._open: list[_Watch] = []
@@ -44,14 +44,14 @@ class Routes:
         """(tokens, layers, experts of a token) those of the last call."""
         return torch.stack(self._taken, 1).to(torch.int16).cpu().numpy()
 
-    def choose(self, layer: int, scores: Tensor, own: Any) -> Any:
-        """Return what topk should return of a layer's `scores` (tokens, experts), for its `own` choice."""
-        if self.given is None:
-            self._taken[layer] = own.indices
-            return own
-        width = own.indices.shape[1]
-        given = self.given[:, layer * width : (layer + 1) * width].to(own.indices)
-        chosen = torch.where(given < 0, own.indices, given)
+    def choose(self, layer: int, scores: Tensor, usual: Any) -> Any:
+        """Return what topk should return of a layer's `scores` (tokens, experts), for its `usual` choice."""
+        if self.replayed is None:
+            self._taken[layer] = usual.indices
+            return usual
+        width = usual.indices.shape[1]
+        recorded = self.replayed[:, layer * width : (layer + 1) * width].to(usual.indices)
+        chosen = torch.where(recorded < 0, usual.indices, recorded)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
     def _enter(self, layer: int, experts: int, *_: Any) -> None:

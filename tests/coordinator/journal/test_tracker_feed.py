@@ -15,8 +15,8 @@ from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import tracker_feed
 from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
 from coordinator.journal.tracker_feed import About, Sinks, check_sinks, scalars
-from coordinator.settings.fields import MetricsSettings
 from coordinator.settings.loading import build
+from coordinator.settings.metrics import MetricsSettings
 from coordinator.settings.tree import SettingsError
 from rollout.trajectory import line_for_people
 from tests.coordinator import examples

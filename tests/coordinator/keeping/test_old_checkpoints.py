@@ -23,7 +23,7 @@ from coordinator.phases import metrics, rollout
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import Phase
 from coordinator.settings.cluster import ClusterSettings
-from coordinator.settings.fields import CheckpointSettings
+from coordinator.settings.keeping import CheckpointSettings
 from rollout.storage import files
 from tests.coordinator.examples import write_checkpoint
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from coordinator.directory.published import Incomplete
-from coordinator.machine import entries
+from coordinator.machine import copy_entries
 from coordinator.machine import store as module
-from coordinator.machine.entries import StoreError
+from coordinator.machine.copy_entries import StoreError
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
 from rollout.storage import delta, retry
@@ -158,8 +158,8 @@ def test_where_locks_are_refused_it_says_so_at_once_and_removes_nothing(
     with pytest.raises(StoreError, match="locks are refused"):
         other.begin(1)
     other.close()
-    entries.make_room(folder(local), 2**60)
-    assert kept.is_dir() and not list(folder(local).glob(f"{entries.NEW}*"))
+    copy_entries.make_room(folder(local), 2**60)
+    assert kept.is_dir() and not list(folder(local).glob(f"{copy_entries.NEW}*"))
 
 
 def test_equal_files_of_two_directories_are_one_copy(model: Callable[[str], Path], local: Path) -> None:
@@ -368,7 +368,7 @@ def test_row_that_needs_what_is_being_fetched_waits_for_it_and_reads_nothing_twi
     thread.join()
     assert sum(sizes) == 1000 and files_of(copy) == files_of(source)
     store.close()
-    assert entries.make_room(folder(local), 1 << 60) and copies(local) == 0, "no lock is left"
+    assert copy_entries.make_room(folder(local), 1 << 60) and copies(local) == 0, "no lock is left"
 
 
 # ---- several processes of one machine
@@ -491,9 +491,9 @@ def test_store_holds_the_last_copies_and_leaves_few_behind(model: Callable[[str]
     store = Store(str(local))
     held = [hold(store, model(name)) for name in "abcdefg"]
     assert [path.is_dir() for path in held[-module.HELD :]] == [True] * module.HELD
-    assert copies(local) <= module.HELD + entries.UNUSED + 1
+    assert copies(local) <= module.HELD + copy_entries.UNUSED + 1
     store.close()
-    assert copies(local) == entries.UNUSED and held[-1].is_dir(), "the next start needs the last one"
+    assert copies(local) == copy_entries.UNUSED and held[-1].is_dir(), "the next start needs the last one"
 
 
 # ---- copies that a trainer writes
@@ -586,11 +586,11 @@ def test_folder_that_does_not_show_what_is_made_there_is_named_and_not_waited_fo
     def hidden(path: Path, _flags: int) -> int:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
-    monkeypatch.setattr(entries, "LOOK_S", 0.0)
+    monkeypatch.setattr(copy_entries, "LOOK_S", 0.0)
     monkeypatch.setattr("os.open", hidden)
     for ask in (
-        lambda: entries.begin(tmp_path),
-        lambda: entries.acquire(tmp_path / "a", lambda: None, lambda _: None),
+        lambda: copy_entries.begin(tmp_path),
+        lambda: copy_entries.acquire(tmp_path / "a", lambda: None, lambda _: None),
     ):
         with pytest.raises(StoreError, match=r"does not show .* cluster\.local_dir=DIR"):
             ask()

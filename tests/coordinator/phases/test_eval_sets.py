@@ -15,7 +15,7 @@ from coordinator.directory.metrics_file import Finished
 from coordinator.keeping.old_checkpoints import kept
 from coordinator.phases.eval_sets import scores
 from coordinator.settings import loading
-from coordinator.settings.fields import CheckpointSettings
+from coordinator.settings.keeping import CheckpointSettings
 from coordinator.settings.tree import SettingsError
 from coordinator.start.request import StartRequest
 from coordinator.start.start import absolute, check_master

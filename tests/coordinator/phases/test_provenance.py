@@ -27,8 +27,8 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
-from coordinator.start.functions import load_functions
 from coordinator.start.inputs import load_inputs
+from coordinator.start.user_functions import load_functions
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group

@@ -30,7 +30,7 @@ from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from rollout.tasks.task_set import load_tasks
 from tests.models import write_model
-from tests.rollout.environments.test_trial import model_of
+from tests.rollout.environments.test_try_tasks import model_of
 from tests.rollout.rewards.test_served import Served, served
 from trainer.settings import TrainerSettings
 

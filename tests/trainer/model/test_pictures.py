@@ -23,8 +23,8 @@ from rollout.environments.environment import single_turn
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
-from rollout.tasks.builtin_shapes import shape_tasks
 from rollout.tasks.pictures import Pictures as TaskPictures
+from rollout.tasks.shape_pictures import shape_tasks
 from rollout.trajectory import Group, Picture, Sample, unfit
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch, build_batch

@@ -105,7 +105,7 @@ def test_engine_records_the_routes_that_its_tokens_take_in_any_company(family: s
 
 def logprobs(scorer: Scorer, tokens: list[int], routes: np.ndarray | None) -> torch.Tensor:
     if scorer.routes is not None:
-        scorer.routes.given = None if routes is None else torch.from_numpy(routes.reshape(len(routes), -1))
+        scorer.routes.replayed = None if routes is None else torch.from_numpy(routes.reshape(len(routes), -1))
     ids = torch.tensor([tokens[:-1]])
     inputs = {"input_ids": ids, "position_ids": torch.arange(len(tokens) - 1)[None]}
     return scorer(inputs, torch.arange(len(tokens) - 1), torch.tensor(tokens[1:]))[0]

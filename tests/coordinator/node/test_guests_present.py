@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator.directory.layout import GUESTS, Beat
-from coordinator.node.guest_list import Guests
+from coordinator.node.guests_present import Guests
 from tests.coordinator.examples import board, run_dir_at
 
 

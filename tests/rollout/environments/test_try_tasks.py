@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.environments.trial import try_tasks, why_no_tools
+from rollout.environments.try_tasks import try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.directory.layout import Beat
-from coordinator.protocol.late_names import LateNames
+from coordinator.protocol.late_mounts import LateNames
 from coordinator.protocol.snapshot import Board, parse
 
 EPOCH, BEAT_S = 2, 2.0

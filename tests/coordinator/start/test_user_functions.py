@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.settings.tree import SettingsError
-from coordinator.start.functions import load_functions
+from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import resolve_environment
 from rollout.plugins import code_of
 from rollout.rewards.builtin import resolve_reward

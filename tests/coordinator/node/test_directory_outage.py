@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.directory.layout import RunDir
 from coordinator.machine.filesystems import Mount
-from coordinator.node import outage
-from coordinator.node.outage import Outage
+from coordinator.node import directory_outage
+from coordinator.node.directory_outage import Outage
 from coordinator.protocol.exits import Ended, Exit
 from rollout.storage import retry
 from rollout.storage.files import SharedFsError
@@ -84,10 +84,10 @@ def test_master_that_sees_no_beat_of_its_own_says_that_no_node_could_see_another
 def test_node_is_cut_off_without_its_mount_or_its_beat(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_mounted: bool, away: str | None
 ) -> None:
-    monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("nfs4", "server:/export", "/mnt"))
+    monkeypatch.setattr(directory_outage, "find_mount", lambda _path: Mount("nfs4", "server:/export", "/mnt"))
     node = make(away=away)
     if not is_mounted:
-        monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
+        monkeypatch.setattr(directory_outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
     assert node.is_cut_off() is not (is_mounted and away is None)
 
 
@@ -96,23 +96,23 @@ def test_run_that_its_own_filesystem_does_not_list_was_moved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(directory_outage.time, "monotonic", lambda: clock[0])
     mount = Mount("nfs4", "server:/export", f"{tmp_path.parent}")
-    monkeypatch.setattr(outage, "find_mount", lambda _path: mount)
+    monkeypatch.setattr(directory_outage, "find_mount", lambda _path: mount)
     node = make()
     if not is_mounted:
-        monkeypatch.setattr(outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
+        monkeypatch.setattr(directory_outage, "find_mount", lambda _path: Mount("ext4", "/dev/sda1", "/"))
     (tmp_path / "run.json").touch()
     node.look_for_run()
     (tmp_path / "run.json").unlink()
     node.look_for_run()
-    clock[0] += outage.RETRY_S + 1
+    clock[0] += directory_outage.RETRY_S + 1
     (tmp_path / "run.json").touch()  # it comes back: what was missed before does not count
     node.look_for_run()
     tmp_path.rename(moved := tmp_path.with_name(f"{tmp_path.name}.moved"))
     assert bool(node.gone()) is is_mounted
     node.look_for_run()
-    clock[0] += outage.RETRY_S + 1
+    clock[0] += directory_outage.RETRY_S + 1
     if is_mounted:
         with pytest.raises(Ended, match=f"{tmp_path} was moved or removed.* Start it again") as ended:
             node.look_for_run()
@@ -150,7 +150,7 @@ def test_space_that_is_waited_for_too_long_ends_the_node_also_if_it_was_fenced_m
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(directory_outage.time, "monotonic", lambda: clock[0])
     node, error = make(), failing(errno.ENOSPC)
     for _ in range(5):
         node.full(error)

@@ -30,7 +30,7 @@ test: install
 # The trainer's tests of what its transformers computes and writes too: with that it trains on a GPU machine. Batches
 # and jobs reach nothing but torch, which is the same release. A file stays together, as its tests share a server.
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_PYTHON) -m pytest -n 3 --dist loadfile \
+	$(VLLM_PYTHON) -m pytest -n 2 --dist loadfile \
 		tests/engines tests/cluster/test_vllm.py $(addprefix tests/trainer/,model checkpoint update)
 
 # Of 28,000 modules a few are imported: they are compiled then.

@@ -154,6 +154,54 @@ ALIASES = {
     "context_parallel_size": "trainer.context_parallel",
 }
 """Settings by the names that TRL, verl and their like give to them."""
+_STEPS = "in optimizer steps, not as a ratio"
+_TOKENS = "in tokens, not in samples"
+_STANDARDISED = "standardised if it divides by the deviation, centred if not"
+COUNTED = {
+    "warmup_ratio": _STEPS,
+    "lr_warmup_steps_ratio": _STEPS,
+    "lr_warmup_ratio": _STEPS,
+    "ppo_mini_batch_size": "in samples: theirs x rollout.samples_per_task",
+    "gradient_accumulation_steps": "the samples of a step: theirs x those of a microbatch x processes",
+    "per_device_train_batch_size": _TOKENS,
+    "micro_batch_size": _TOKENS,
+    "micro_train_batch_size": _TOKENS,
+    "ppo_micro_batch_size_per_gpu": _TOKENS,
+    "max_steps": "in iterations, each of which may have several optimizer steps",
+    "eval_strategy": "in iterations",
+    "save_strategy": "in iterations",
+    "eval_steps": "in iterations",
+    "save_steps": "in iterations",
+    "save_freq": "in iterations",
+    "keep_interval": "in iterations",
+    "val_before_train": "the policy before training is evaluated wherever eval.interval is set",
+    "n_gpus_per_node": "of all nodes together, or one number for each",
+    "loss_type": "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage",
+    "loss_agg_mode": "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm",
+    "scale_rewards": _STANDARDISED,
+    "norm_adv_by_std_in_grpo": _STANDARDISED,
+    "no_advantage_std_norm": _STANDARDISED,
+    "multi_objective_aggregation": "decoupled for normalize_then_sum",
+    "importance_sampling_level": "token or sequence",
+    "loss_mode": "sequence for gspo, token for vanilla",
+    "policy_loss_type": "sequence for gspo, token for ppo",
+    "clip_ratio": "and the same for trainer.clip_high",
+    "clip_range": "and the same for trainer.clip_high",
+    "epsilon": "and the same for trainer.clip_high where they give one alone",
+    "vllm_importance_sampling_correction": "truncated for true, off for false",
+    "rollout_correction": "truncated, masked or off",
+    "enable_vllm_is_correction": "truncated for true, off for false",
+    "mask_truncated_completions": "drop for true, keep for false",
+    "use_vllm": "vllm for true",
+    "bf16": "bfloat16 for true",
+    "use_peft": "a number for true",
+    "load_in_4bit": "nf4 for true",
+    "strategy": "sharded for fsdp and fsdp2",
+    "fsdp": "sharded",
+    "deepspeed": "sharded for ZeRO 3, else replicated",
+    "enable_thinking": "as rollout.chat_template.enable_thinking=VALUE",
+}
+"""What the value is here, where the setting is theirs and the value is not."""
 _KL = "set both trainer.kl=k3 and trainer.kl_coefficient"
 _CRITIC = "there is no critic; trainer.advantage says what a reward is compared with"
 _EPOCHS = "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration"
@@ -272,7 +320,13 @@ def meant(typed: str, known: Sequence[str]) -> str:
     if instead := answer(typed):
         return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
-    return f"did you mean {suggestion}?" if suggestion else ALL_SHOWN
+    return f"did you mean {suggestion}?{counted(typed)}" if suggestion else ALL_SHOWN
+
+
+def counted(typed: str) -> str:
+    """Return what the value of a setting of theirs is here, as the end of a sentence; else nothing."""
+    note = COUNTED.get(_plain(typed).rpartition(".")[2])
+    return f" ({note})" if note else ""
 
 
 def meant_each(unknown: Sequence[str], known: Sequence[str]) -> str:

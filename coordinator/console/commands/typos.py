@@ -44,7 +44,7 @@ def refuse_word(word: str) -> None:
     elif near:
         advice = f"did you mean run {near[0]}?"
     elif setting := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):
-        advice = f"did you mean {_typed(setting)}?"
+        advice = f"did you mean {_typed(setting)}?{suggestions.counted(word)}"
     else:
         advice = "e.g. trainer.learning_rate=1e-6"
     raise SettingsError(f"'{word}' is neither a command, nor an option, nor KEY=VALUE; {advice}")
@@ -99,7 +99,7 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
         takes_settings = any(param.name == "words" for param in params)
         near = near if meant == typed or not takes_settings else []
         meant = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
-    return f"did you mean {meant}?" if meant else ""
+    return f"did you mean {meant}?{suggestions.counted(typed) if setting else ''}" if meant else ""
 
 
 def _params(error: typer.TyperException) -> list[Any]:

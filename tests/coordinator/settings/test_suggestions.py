@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.settings.loading import known_keys
-from coordinator.settings.suggestions import ALIASES, ANSWERS, meant
+from coordinator.settings.suggestions import ALIASES, ANSWERS, COUNTED, meant
 
 KNOWN = known_keys()
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,16 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
-    assert meant(typed, KNOWN) == f"did you mean {found}?"
+    assert meant(typed, KNOWN).partition(" (")[0] == f"did you mean {found}?"
+
+
+def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts() -> None:
+    assert meant("actor.ppo_mini_batch_size", KNOWN) == (
+        "did you mean trainer.global_batch_size? (in samples: theirs x rollout.samples_per_task)"
+    )
+    assert meant("--warmup-ratio", KNOWN).endswith("(in optimizer steps, not as a ratio)")
+    assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
+
 
 
 @pytest.mark.parametrize(

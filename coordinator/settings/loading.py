@@ -53,6 +53,10 @@ def read_file(path: Path) -> dict[str, Any]:
         tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"--config {path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
+        ) from error
     except ValueError as error:
         raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
@@ -72,6 +76,9 @@ def _parse_file(text: str, suffix: str) -> Any:
 
     try:
         tree = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem}; mend it, e.g. how far the line is indented") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return {} if tree is None else tree

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from coordinator.console.commands.parse import COMMANDS, LOCAL
+from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
 from coordinator.settings import suggestions
 from coordinator.settings.loading import OPTIONS, known_keys, option_name
 from coordinator.settings.tree import SettingsError
@@ -19,8 +19,17 @@ MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "hel
 """Commands by other names."""
 
 
-DIRECTORIES = {"--dir", "--directory", "--path", "--folder", "--output-dir", "--output"}
-"""What others call the option that names a directory."""
+_PLACES = ("--to", "-o", "--root", "--log-path")
+ALSO_CALLED = {
+    **dict.fromkeys(("--dir", "--directory", "--path", "--folder", "--output-dir", "--output"), _PLACES),
+    **dict.fromkeys(("--from", "--run", "--run-dir", "--log-dir", "--logdir"), ("--log-path", "--root")),
+    "--log-path": ("--root",),
+    "--nodes": ("--num-nodes", "--peers"),
+    "--num-nodes": ("--peers",),
+    "--rank": ("--worker",),
+}
+"""What others, or other commands, call an option; the first that the command has is meant."""
+_OF_RANKS = ("--master", "--worker", "--rank")
 _SETTINGS, _TASKS = "--config {}", "--tasks {}"
 _OPTION_OF = {
     ".toml": _SETTINGS, ".yaml": _SETTINGS, ".yml": _SETTINGS,
@@ -35,15 +44,16 @@ def refuse_word(word: str) -> None:
     """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
     if "=" in word:
         return
-    commands, known = [LOCAL, *COMMANDS], known_keys()
-    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, commands, n=1)
+    commands, known = [LOCAL, GUEST, *COMMANDS], known_keys()
+    known_as = suggestions.known_as(word, known)
+    near = [] if known_as else difflib.get_close_matches(word, [*commands, *MEANT], n=1)
     if word in commands:
         advice = f"a command comes first: run {word} ..."
     elif option := _OPTION_OF.get(Path(word).suffix if Path(word).is_file() else ""):
         advice = f"a file is given as {option.format(word)}"
     elif near:
-        advice = f"did you mean run {near[0]}?"
-    elif setting := suggestions.known_as(word, known) or suggestions.spelled_like(word, known):
+        advice = f"did you mean run {MEANT.get(near[0], near[0])}?"
+    elif setting := known_as or suggestions.spelled_like(word, known):
         advice = f"did you mean {_typed(setting)}?{suggestions.counted(word)}"
     else:
         advice = "e.g. trainer.learning_rate=1e-6"
@@ -87,15 +97,17 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
 
 def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
     """Return what was meant by an option that is none of a command's, or an empty text."""
+    if also := next((name for name in ALSO_CALLED.get(typed, ()) if name in options), None):
+        return f"did you mean {also}?"
+    if typed in _OF_RANKS:
+        return "this command takes no rank; leave it out"
     if instead := suggestions.answer(typed):
         return instead
     known = known_keys()
     near = difflib.get_close_matches(typed, options, n=1, cutoff=0.7)
     setting = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
     meant = _typed(setting) if setting else "".join(near)
-    if typed in DIRECTORIES and not near:
-        meant = next((param.opts[0] for param in params if param.metavar == "DIR"), meant)
-    elif setting and meant not in options:  # perhaps an option of `run` that this command lacks
+    if setting and meant not in options:  # perhaps an option of `run` that this command lacks
         takes_settings = any(param.name == "words" for param in params)
         near = near if meant == typed or not takes_settings else []
         meant = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")

@@ -270,10 +270,10 @@ def test_empty_config_file_says_nothing(tmp_path: Path, name: str) -> None:
     ("name", "content", "reason"),
     [
         ("a.toml", b"model = ", "Invalid value"),
-        ("a.toml", b"\xff\xfe", "utf-8"),
-        ("a.yaml", b"a: [1, 2\nb: }", "line 2"),
+        ("a.toml", b"\xff\xfe", "byte 1 is not UTF-8"),
+        ("a.yaml", b"a: [1, 2\nb: }", "line 2: expected ',' or ']', but got"),
         ("a.yaml", b"a: \x07", "special characters"),
-        ("a.yaml", b"\xff\xfe\xff", "utf-8"),
+        ("a.yaml", b"\xff\xfe\xff", "byte 1 is not UTF-8; save the file as UTF-8"),
         ("a.yaml", b"- model", "expected settings by name, found list"),
         ("a.json", b"5", "expected settings by name, found int"),
         ("a.yaml", b"!!python/object/apply:os.getcwd []", "could not determine a constructor"),

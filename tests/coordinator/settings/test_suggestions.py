@@ -68,7 +68,6 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
-
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [

@@ -23,7 +23,9 @@ from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.children import Child, Children
 from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.node.messages import STARTED_BY
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.placement_records import Placement
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import refuse_strangers
@@ -99,14 +101,24 @@ def _run_local(children: Children, request: StartRequest) -> int:
             shown.say_line(plain(line))
 
         for rank in range(nodes):
+            if rank == 1:
+                _await_placement(root, Placement(nodes, settings.cluster.place), started[0])
             role = ["--worker", str(rank)] if rank else ["--master", *arguments]
             argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = follow(started, interrupts)
         children.close()
-    _say_results(root)
+    if codes[0] != Exit.USAGE:  # else nothing has been done
+        _say_results(root)
     failed = [code for code in codes if code != 0]
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
+
+
+def _await_placement(root: Path, placement: Placement, master: Child) -> None:
+    """Wait until the master has placed the devices, or has ended: an older placement may lack a worker."""
+    if placement.place or placement_records.read_placement(root).place:
+        while placement_records.read_placement(root) != placement and master.poll() is None:
+            time.sleep(LOOK_S)
 
 
 def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:

@@ -12,7 +12,9 @@ import pytest
 
 from coordinator.console.commands import local
 from coordinator.machine.children import Children
+from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
+from coordinator.protocol.placement_records import Placement
 from coordinator.settings.tree import SettingsError
 from coordinator.start.request import StartRequest
 
@@ -84,3 +86,24 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
     first.communicate()
     with local._alone(same):
         pass
+
+
+def test_workers_start_after_the_master_has_placed_the_devices_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the older placement the third one refuses its rank, and the others wait for it."""
+    placement_records.publish_placement(tmp_path, Placement(2, ("rollout=0", "train=1")))
+    placement = Placement(3, ("rollout=0", "train=1,2"))
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        placement_records.publish_placement(tmp_path, placement)
+
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=sleep))
+    master: Any = SimpleNamespace(poll=lambda: None)
+    local._await_placement(tmp_path, placement, master)
+    assert len(slept) == 1
+    ended: Any = SimpleNamespace(poll=lambda: Exit.USAGE)
+    local._await_placement(tmp_path, Placement(1, ()), ended)
+    assert len(slept) == 1

@@ -31,6 +31,7 @@ class Embedded(EngineKind):
     def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
         super().__init__(settings, gpus, python)
         reason = "vLLM is not installed: pip install -e '.[vllm]'" if gpus else "no GPU on this machine"
+        reason += ", so engine.args do nothing here" if settings.args else ""
         self.name = f"torch, the embedded engine ({reason if settings.kind == 'auto' else '--engine torch'})"
         self.dtype = "engine.dtype", settings.dtype
 

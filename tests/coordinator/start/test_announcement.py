@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from coordinator.machine import gpus as gpus_module
+from coordinator.settings.loading import build
 from coordinator.start import announcement as announcement_module
 from coordinator.start import inputs
 from coordinator.start.announcement import announcement
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master
 from rollout.engines.kinds import vllm
+from rollout.engines.kinds.choice import engine_kind
 from tests.models import write_model
 from tests.rollout.environments.openenv_server import Action, Observation, Server
 
@@ -173,3 +175,9 @@ def test_facts_of_the_built_in_model_are_those_of_the_model_that_is_made() -> No
     model = make_model(seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == inputs.TINY_PARAMETERS
     assert model.config.max_position_embeddings == inputs.TINY_CONTEXT
+
+
+def test_arguments_of_vllm_are_said_to_do_nothing_where_there_is_no_gpu() -> None:
+    settings = build({"engine.args.max-model-len": 512}).engine
+    assert "no GPU on this machine, so engine.args do nothing here" in engine_kind(settings, 0).name
+    assert "do nothing" not in engine_kind(build({}).engine, 0).name

@@ -1,8 +1,9 @@
 """The request of a training phase, and the documents that it leaves. Torch-free."""
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rollout.storage.files import FileFacts
 from trainer.settings import TrainerSettings
@@ -13,6 +14,15 @@ STATE_DIR = "trainer_state"
 """In a checkpoint: the folder of the trainer's state that was saved with it; no engine has a use for it."""
 PROOF = "proof.json"
 """In a checkpoint: the digests that lead from the base model to its weights."""
+
+
+def _as_recorded(settings: Any) -> Any:
+    """Return recorded settings with what held for those that are younger than the document."""
+    return {"freeze_vision": False, **settings} if isinstance(settings, Mapping) else settings
+
+
+Recorded = Annotated[TrainerSettings, BeforeValidator(_as_recorded)]
+"""The settings of a training that is over."""
 
 
 class DamagedDocument(ValueError):
@@ -45,7 +55,7 @@ class TrainedBatch(_Document):
     """Digest of the weights after this training."""
     batch_file: str
     batch_sha256: str
-    settings: TrainerSettings
+    settings: Recorded
     max_tokens: int
     iterations: int | None = None
 
@@ -145,7 +155,7 @@ class TrainResult(_Document):
     """Optimizer steps of this phase."""
     optimizer_step: int
     """Optimizer steps of the whole run."""
-    settings: TrainerSettings
+    settings: Recorded
     max_tokens: int
     iterations: int | None = None
     """How the policy was trained, as the request asked."""

@@ -22,6 +22,8 @@ ENDS_BYTES = HALF_BYTES + FLOAT_BYTES
 WIDE, NARROW = 8, 16
 """Numbers in bfloat16 that a layer keeps of each token in its backward pass: so many times its widest matrix
 (what the gated MLP makes in between, and gradients of that), and the hidden size (norms, attention)."""
+_VISION = re.compile(r"(?:^|\.)(?:vision|visual|image|multi_modal|connector|mlp1)")
+"""How the names of tensors of vision towers and projectors begin, or go on after a dot."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -50,14 +52,20 @@ class Shape:
     """Of adapters, if they are trained in place of the model."""
     matrices: int = 0
     """Of the layers' matrices, without those of experts, which are one tensor in training."""
+    frozen: int = 0
+    """Of the vision tower and projector, if they are not trained (trainer.freeze_vision)."""
 
     @property
     def all(self) -> int:
-        return self.layers + self.ends + self.rest
+        return self.layers + self.ends + self.rest + self.frozen
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0) -> "Shape":
+    def from_tensors(
+        cls, tensors: Mapping[str, tuple[int, ...]], adapters: int = 0, freeze_vision: bool = True
+    ) -> "Shape":
         """Return the shape of a model from the shapes of its tensors, by name."""
+        every = sum(map(math.prod, tensors.values()))
+        tensors = without_vision(tensors) if freeze_vision else tensors
         layers: dict[int, int] = {}
         split, matrices, ends, rest, wide = 0, 0, list[tuple[int, ...]](), 0, 0
         for name, shape in tensors.items():
@@ -82,7 +90,13 @@ class Shape:
             wide=wide,
             adapters=adapters,
             matrices=matrices,
+            frozen=every - sum(map(math.prod, tensors.values())),
         )
+
+
+def without_vision(tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+    """Return the tensors without those of the vision tower and projector, by their names."""
+    return {name: shape for name, shape in tensors.items() if not _VISION.search(name)}
 
 
 def is_sharded(shape: Shape, trainer: TrainerSettings, gpus: int) -> bool:
@@ -111,7 +125,8 @@ def _state_bytes(shape: Shape, trainer: TrainerSettings, size: int) -> float:
         small = shape.matrices if trainer.lora.base_dtype == "nf4" else 0
         frozen = HALF_BYTES * (parameters - small) + NF4_BYTES * small
         return (TRAINED_BYTES - saved) * shape.adapters + frozen
-    return TRAINED_BYTES * parameters - saved * shape.matrices / size
+    trained = parameters - shape.frozen
+    return TRAINED_BYTES * trained - saved * shape.matrices / size + HALF_BYTES * shape.frozen
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:

@@ -1,6 +1,7 @@
 """Copy a model's files into an entry of the store, whole or by their deltas, and check them on the way."""
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -88,9 +89,14 @@ def _copy(order: Copying, target: Path, name: str) -> int:
 
 
 def _rebuild(order: Copying, target: Path, name: str) -> bool:
-    """Make one file of its delta and the file before; return whether it has come to the right checksum."""
+    """Make one file of its delta and the file before, or of that alone where there is no delta; return
+    whether it has come to the right checksum.
+    """
     change, before = order.source / delta.delta_name(name), order.before[name]
     try:
+        if not files.exists(change) and files.file_facts(before, order.moved) == order.files[name]:
+            os.link(before, target / name)
+            return True
         with open(before, "rb") as old, open(target / name, "wb") as file:
             sink = Sink(file, order.moved)
             delta.apply(old, files.pieces(change), sink.write)

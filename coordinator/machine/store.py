@@ -63,9 +63,9 @@ class Store:
         layout lie beside, which vLLM would take for the model's own. A copy, or such a directory, stays until
         HELD others were asked for. `moved` gets the size of each piece that is copied, 0 now and then while
         another process or thread copies, and may raise. `before`: by name, the files of this machine that the
-        deltas in `source` change into these; what does not come to the right checksum is copied whole. Raises
-        Incomplete if a file of `source` is not as `files` says, StoreError if there is no room,
-        SharedFsError.
+        deltas in `source` change into these, or that are these; what does not come to the right checksum is
+        copied whole. Raises Incomplete if a file of `source` is not as `files` says, StoreError if there is
+        no room, SharedFsError.
         """
         is_here = _is_here(source, files)
         if is_here and not _has_other_weights(source, files):

@@ -10,7 +10,7 @@ from coordinator.directory.published import Incomplete, Policy, is_part_of_model
 from coordinator.machine.store import Store
 from coordinator.node.identity import Identity
 from coordinator.start.inputs import base_model_dir
-from rollout.engines.model_dir import model_files, policy_digest
+from rollout.engines.model_dir import FROZEN, model_files, policy_digest
 from rollout.storage import known_files
 from rollout.storage.delta import delta_name
 from rollout.storage.files import FileFacts, Moved, unheard
@@ -60,8 +60,10 @@ class Policies:
         return sum(facts["bytes"] for facts in (model or {}).values())
 
     def _files_before(self, policy: Policy, result: TrainResult) -> Mapping[str, Path]:
-        """Return, by name, the files of this machine that deltas in this policy's checkpoint belong to."""
-        names = [name for name in result.files if delta_name(name) in result.files]
+        """Return, by name, the files of this machine that deltas in this policy's checkpoint belong to, or
+        that have not changed.
+        """
+        names = [name for name in result.files if delta_name(name) in result.files or name == FROZEN]
         earlier = self._identity.run_dir.checkpoint(policy.iteration - 1)
         if not names or earlier.name not in published.names(earlier.parent):
             return {}
@@ -70,7 +72,10 @@ class Policies:
         except Incomplete:
             return {}
         copy = self._store.find(_model_files(older)) if older.policy == result.base_policy else None
-        return {name: copy / name for name in names} if copy is not None else {}
+        if copy is None:
+            return {}
+        unchanged = older.files.get(FROZEN) == result.files.get(FROZEN)
+        return {name: copy / name for name in names if name != FROZEN or unchanged}
 
     def fetch(self, iteration: int, moved: Moved, threads: int = THREADS) -> None:
         """Have the model of a checkpoint on this machine. The trainer's state is left alone.

@@ -144,7 +144,7 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
     if not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
         return {}
     if settings.trainer.lora.rank == 0:
-        disk = {"disk": estimate.disk_text(inputs.parameters, inputs.state_bytes, settings, on_gpu=gpus > 0)}
+        disk = {"disk": estimate.disk_text(inputs.trained, inputs.state_bytes, settings, on_gpu=gpus > 0)}
     else:
         disk = {}
     nodes, model_dir = settings.cluster.num_nodes, base_model_dir(settings, RunDir(Path()))

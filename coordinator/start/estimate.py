@@ -7,7 +7,7 @@ from typing import Any
 from coordinator.settings.tree import RunSettings
 from rollout.engines.kinds.choice import engine_kind
 from rollout.settings import WRITTEN
-from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes
+from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes, without_vision
 from trainer.settings import TrainerSettings
 
 PEAKS = {
@@ -71,8 +71,9 @@ def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_byte
 
 def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> float:
     rank = trainer.lora.rank
-    adapters = rank * sum(_adapted(tensors, trainer.lora.targets)) if rank else 0
-    return least_bytes(Shape.from_tensors(tensors, adapters), trainer, count)
+    text = without_vision(tensors) if trainer.freeze_vision else tensors
+    adapters = rank * sum(_adapted(text, trainer.lora.targets)) if rank else 0
+    return least_bytes(Shape.from_tensors(tensors, adapters, trainer.freeze_vision), trainer, count)
 
 
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:

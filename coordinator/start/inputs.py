@@ -19,7 +19,7 @@ from coordinator.start.user_functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.kinds.choice import any_kind, engine_kind
 from rollout.engines.kinds.kind import EngineKind, ServerSettingError
-from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest
+from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest, tensor_names
 from rollout.engines.model_facts import count_parameters
 from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_demonstrations
@@ -31,6 +31,7 @@ from rollout.storage import files, known_files
 from rollout.storage.files import FileFacts, is_directory
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
+from trainer.memory import Shape
 
 NODE_LOCAL = {*marked(RunSettings, Mark.PER_MACHINE)}
 """Settings about one machine."""
@@ -66,6 +67,8 @@ class Inputs:
     loaded_for: RunSettings
     parameters: int = TINY_PARAMETERS
     """Of that model."""
+    trained: int = TINY_PARAMETERS
+    """Of these, what is trained where there are no adapters (trainer.freeze_vision)."""
     context: int | None = TINY_CONTEXT
     """The longest sequence that the run's engines take, in tokens; None where it is not certain."""
     has_end: bool = True
@@ -75,7 +78,7 @@ class Inputs:
     def state_bytes(self) -> int:
         """The size of the optimizer's state of a whole model; 0 for what is small: builtin:tiny, adapters."""
         is_small = not self.model_files or self.loaded_for.trainer.lora.rank
-        return 0 if is_small else STATE_BYTES * self.parameters
+        return 0 if is_small else STATE_BYTES * self.trained
 
     def codes(self) -> dict[str, Code]:
         """Return what lies behind the settings that may change between two starts, by setting."""
@@ -167,10 +170,13 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         refusals_of_models.refuse_unrecorded(settings, engine, model)
         base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
+        trained = parameters
         if model is not None:
             refusals_of_models.refuse_quantised(settings, model)
             refusals_of_models.refuse_undivided(settings, model)
             parameters = count_parameters(model)
+            shapes = {name: shape for name, (_, shape) in tensor_names(model).items()}
+            trained = parameters - Shape.from_tensors(shapes, 0, settings.trainer.freeze_vision).frozen
             if settings.rl_phase != "update":
                 lora = settings.trainer.lora
                 engine.check_model(settings.model, model, parameters, lora.targets if lora.rank else None)
@@ -195,6 +201,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             model_files=base_files,
             loaded_for=settings,
             parameters=parameters,
+            trained=trained,
             context=context,
             has_end=has_end,
         )

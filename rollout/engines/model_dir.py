@@ -35,6 +35,8 @@ _POINTER_BYTES = 1024
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FROZEN = "model-frozen.safetensors"
+"""In a checkpoint: weights that no step changes. It is a hard link to that of the checkpoint before."""
 OTHER_WEIGHTS = (
     *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".ot", ".msgpack", ".gguf", ".ggml", ".tflite", ".nemo"),
     *(".onnx", ".onnx_data", ".onnx.data", ".distcp"),
@@ -180,7 +182,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     file_of: dict[str, str] = {}
     for file in weights:
-        for name, facts in retry("read", file, partial(_read_tensors, file), file).items():
+        for name, facts in retry("read", file, partial(read_tensors, file), file).items():
             if name in file_of:
                 raise WeightsError(f"{file}: tensor {name!r} is in {file_of[name]} already")
             tensors[name], file_of[name] = facts, file.name
@@ -244,7 +246,7 @@ def _missing(file: Path) -> WeightsError:
     return WeightsError(f"{file}: is missing{way_out}")
 
 
-def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the header of a safetensors file, and check it against the file's size."""
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -6,6 +6,7 @@ into a temporary name; then come fsync and rename. A name itself becomes durable
 """
 
 import ctypes
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from typing import IO, Self
 
 from rollout.storage import files
 from rollout.storage.files import CHUNK_BYTES, FileFacts, Moved
-from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, retry
+from rollout.storage.once import NO_LINKS
+from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, SharedFsError, retry
 
 THREADS = 8
 WRITEBACK_BYTES = 1 << 26
@@ -105,6 +107,11 @@ class Writer:
         path = self._root / name
         self._written[name] = self._pool.submit(context.run, write, path, content, self._moved, self._durable)
 
+    def link(self, name: str, source: Path, facts: FileFacts) -> None:
+        """Begin to link a file to `source`, which has these facts; where that cannot be, it is copied."""
+        task = (copy_context().run, link, source, self._root / name, facts, self._moved, self._durable)
+        self._written[name] = self._pool.submit(*task)
+
     def add_folder(self, name: str) -> None:
         """Make the folder in which files will be; what is in it is durable once `finish` has returned."""
         if (folder := self._root / name) not in self._folders:
@@ -157,6 +164,29 @@ def write(
     except OSError:
         files.drop(temp)
         raise
+    return facts
+
+
+def link(
+    source: Path, path: Path, facts: FileFacts, moved: Moved = files.unheard, durable: bool = True
+) -> FileFacts:
+    """Make `path`, where nothing is, a hard link to the durable `source`, or a copy where there can be none.
+
+    `facts`: of `source`, returned. Raises SharedFsError, and OSError if a copy comes to others.
+    """
+    try:
+        retry("link", path, lambda: os.link(source, path), source)
+        return facts
+    except FileExistsError:  # maybe made by a call whose reply was lost
+        if path.samefile(source):
+            return facts
+        raise
+    except SharedFsError as error:
+        if error.errno not in NO_LINKS:
+            raise
+    if write(path, copy_of(source), moved, durable) != facts:
+        files.drop(path)
+        raise OSError(errno.EIO, f"{source} was read otherwise than before")
     return facts
 
 

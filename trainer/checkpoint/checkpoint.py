@@ -22,6 +22,7 @@ from torch import Tensor
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import (
     ADAPTER_CONFIG,
+    FROZEN,
     INDEX,
     check_model_dir,
     companions,
@@ -78,17 +79,22 @@ def load(
     rollout.engines.model_dir.WeightsError for a directory that is not a whole model.
     """
     check_model_dir(base_dir)
-    digest = policy_digest(_checksums_of_weights(base_dir, progress))
+    checksums = _checksums_of_weights(base_dir, progress)
+    digest = policy_digest(checksums)
     if digest != policy:
         raise CheckpointError(
             f"{base_dir} holds policy {digest}, the request wants {policy}; name its checkpoint"
         )
     learner = build_learner(base_dir, device, settings, model_dir, progress)
+    dtype = save_dtype(settings, device)
+    if (frozen := checksums.get(FROZEN)) and not settings.lora.rank:
+        is_ours = hub_files.holds_frozen(learner, base_dir / FROZEN, dtype)
+        learner.frozen_file = frozen if is_ours else None
     if resume.from_start:
         assert repeat is not None and model_dir is not None, "batches to repeat need both"
         go_back = partial(_start_again, learner, model_dir, settings)
         begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
-        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
+        train_again(learner, begin, resume.repeat, repeat, dtype)
         return learner
     names = files.listing(base_dir)
     if resume.state_dir is None and STATE_DIR not in names:
@@ -108,7 +114,7 @@ def load(
     if resume.repeat:
         assert repeat is not None, "batches to repeat need it"
         begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
-        train_again(learner, begin, resume.repeat, repeat, save_dtype(settings, device))
+        train_again(learner, begin, resume.repeat, repeat, dtype)
     else:
         go_back()
     return learner
@@ -191,6 +197,8 @@ def write(
             hub_files.write_deltas(learner, writer, weights)  # while all else is being written
         shares = gather_json(writer.finish(), "writing the checkpoint")
     written: dict[str, FileFacts] = {name: facts for share in shares for name, facts in share.items()}
+    if steps:
+        learner.frozen_file = written.get(FROZEN)
     document = SavedState(
         format=state.FORMAT,
         iteration=request.iteration,
@@ -248,7 +256,7 @@ def _write_parts(
     lead = rank_and_world()[0] == 0
     if not steps:
         if lead:
-            _copy_model(Path(request.base_dir), outputs)
+            _copy_model(Path(request.base_dir), outputs, learner.frozen_file)
         return {}
     dtype = save_dtype(request.settings, learner.device)
     weights = _write_model(learner, outputs, request, dtype)
@@ -275,7 +283,7 @@ def _write_model(
     if adapters:
         hub_files.write_adapter(learner, outputs, request.model_name, dtype)
     else:
-        weights = hub_files.write_weights(learner, outputs, dtype)
+        weights = hub_files.write_weights(learner, outputs, dtype, Path(request.base_dir))
     if not outputs.keeps(0):
         return weights
     base_dir = Path(request.base_dir)
@@ -290,11 +298,14 @@ def _write_model(
     return weights
 
 
-def _copy_model(base_dir: Path, outputs: Outputs) -> None:
+def _copy_model(base_dir: Path, outputs: Outputs, frozen: FileFacts | None) -> None:
     """Copy the model as it is, byte for byte: no step was taken, so the digest must stay."""
     names = weight_files(base_dir)
     for name in [*names, INDEX] if INDEX in files.listing(base_dir) else names:
-        outputs.add(name, copy_of(base_dir / name))
+        if name == FROZEN and frozen is not None:
+            outputs.link(name, base_dir / name, frozen)
+        else:
+            outputs.add(name, copy_of(base_dir / name))
     for name in _companions(base_dir):
         outputs.add(name, files.read(base_dir / name))
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,11 +16,18 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from rollout.engines.admin import CONTENT
 from rollout.engines.content import content_document, content_sum
-from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FROZEN, read_tensors
 from rollout.storage import delta
 from rollout.storage.writer import Writer
 from trainer.checkpoint.outputs import Outputs
-from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file, tensor_pieces
+from trainer.checkpoint.rank_files import (
+    dtype_name,
+    gather_json,
+    rank_and_world,
+    spread,
+    tensor_file,
+    tensor_pieces,
+)
 from trainer.model.model import Learner
 
 HOST = torch.device("cpu")
@@ -34,13 +41,16 @@ WORTH = 0.25
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def write_weights(learner: Learner, outputs: Outputs, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """Write this rank's share of the weights as `dtype`.
+def write_weights(
+    learner: Learner, outputs: Outputs, dtype: torch.dtype, base_dir: Path
+) -> dict[str, dict[str, Tensor]]:
+    """Write this rank's share of the weights as `dtype`. `base_dir`: of the policy before, whose FROZEN is
+    linked if learner.frozen_file says that it is the same.
 
     Collective. Each whole tensor goes to one rank, shared out by bytes. A rank holds its own share in host
     memory (with that of its node's copy), and one block at a time on its GPU, which adds it up. With the
     weights go the index, and the sums by which an engine proves that it has them. Returns what this rank's
-    own file holds, by the file's name; nothing if it has none.
+    own file holds that is trained, by the file's name; nothing if it has none.
     """
     rank, _ = rank_and_world()
     model, parts = learner.model, _parts(learner, dtype)
@@ -48,10 +58,13 @@ def write_weights(learner: Learner, outputs: Outputs, dtype: torch.dtype) -> dic
     sums: dict[str, int] = {}
     tensors = saved_tensors(model)
     device = learner.device if len(parts.blocks) > 1 else HOST  # else it is the whole model
-    for block, names in parts.blocks.items():  # in one order on all ranks: a DTensor is gathered by all
+    if parts.frozen:
+        sums |= _write_frozen(learner, outputs, dtype, parts, base_dir)
+    for block in parts.owner:  # in one order on all ranks: a DTensor is gathered by all
         owner = parts.owner[block]
         keeps = outputs.keeps(owner)
-        whole = _whole({name: tensors[name] for name in names}, learner.device, dtype, keeps, device)
+        mine = {name: tensors[name] for name in parts.blocks[block]}
+        whole = _whole(mine, learner.device, dtype, keeps, device)
         reverted = _reverted(model, whole) if keeps else {}
         if owner == (rank if parts.ranks > 1 else 0):
             sums |= {
@@ -60,19 +73,54 @@ def write_weights(learner: Learner, outputs: Outputs, dtype: torch.dtype) -> dic
         if keeps:
             held.setdefault(owner, {}).update({name: value.to("cpu") for name, value in reverted.items()})
     for owner, mine in held.items():
-        outputs.add(_file_name(owner, parts.ranks), tensor_file(mine, METADATA), owner)
+        outputs.add(_file_name(owner, parts), tensor_file(mine, METADATA), owner)
     shares = gather_json(sums, "adding up the weights") if parts.ranks > 1 else [sums]
     if outputs.keeps(0):
         outputs.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
-    if outputs.keeps(0) and parts.ranks > 1:
+    if outputs.keeps(0) and (parts.ranks > 1 or parts.frozen):
         weight_map = {
-            name: _file_name(parts.owner[block], parts.ranks)
+            name: FROZEN if block in parts.frozen else _file_name(parts.owner[block], parts)
             for block, shapes in parts.saved.items()
             for name in shapes
         }
         index = {"metadata": {"total_size": parts.bytes}, "weight_map": weight_map}
         outputs.add("model.safetensors.index.json", _json(index))
-    return {_file_name(rank, parts.ranks): held[rank]} if rank in held and rank < parts.ranks else {}
+    return {_file_name(rank, parts): held[rank]} if rank in held and rank < parts.ranks else {}
+
+
+def _write_frozen(
+    learner: Learner, outputs: Outputs, dtype: torch.dtype, parts: "_Parts", base_dir: Path
+) -> dict[str, int]:
+    """Write or link the file of what no step changes, and return the sums of its tensors. Collective the
+    first time.
+    """
+    if learner.frozen_sums is None or learner.frozen_file is None:
+        tensors = saved_tensors(learner.model)
+        held: dict[str, Tensor] = {}
+        for block in parts.frozen:
+            mine = {name: tensors[name] for name in parts.blocks[block]}
+            held |= _reverted(learner.model, _whole(mine, learner.device, dtype, keep=True))
+        learner.frozen_sums = {
+            name: content_sum(value) for name, value in held.items() if value.is_floating_point()
+        }
+        if learner.frozen_file is None:
+            outputs.add(FROZEN, tensor_file(held, METADATA))
+    if learner.frozen_file is not None:
+        outputs.link(FROZEN, base_dir / FROZEN, learner.frozen_file)
+    return learner.frozen_sums
+
+
+def holds_frozen(learner: Learner, path: Path, dtype: torch.dtype) -> bool:
+    """Return whether the file, of the policy that the learner was loaded from, holds what no step changes as
+    it would be written.
+    """
+    parts = _parts(learner, dtype)
+    frozen = {
+        name: (dtype_name(value.dtype), tuple(value.shape))
+        for block in parts.frozen
+        for name, value in parts.saved[block].items()
+    }
+    return read_tensors(path) == frozen
 
 
 class _Parts(NamedTuple):
@@ -82,8 +130,10 @@ class _Parts(NamedTuple):
     """The names of the learner's tensors, see _blocks."""
     saved: dict[str, dict[str, Tensor]]
     """What becomes of them in the file: names and shapes, without contents."""
+    frozen: list[str]
+    """Blocks that no step changes."""
     owner: dict[str, int]
-    """Block -> the rank that writes it."""
+    """Any other block -> the rank that writes it."""
     ranks: int
     """How many ranks write a file."""
     bytes: int
@@ -97,11 +147,18 @@ def _parts(learner: Learner, dtype: torch.dtype) -> _Parts:
         tensors = saved_tensors(model)
         blocks = _blocks(model, tensors)
         saved = {block: _reverted(model, _meta(tensors, names, dtype)) for block, names in blocks.items()}
-        sizes = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
-        ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(rank_and_world()[1], len(blocks))
-        parts = _Parts(blocks, saved, spread(sizes, ranks), ranks, sum(sizes.values()))
+        frozen = [block for block, names in blocks.items() if _is_frozen([tensors[name] for name in names])]
+        every = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
+        sizes = {block: size for block, size in every.items() if block not in frozen}
+        ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(rank_and_world()[1], len(sizes))
+        parts = _Parts(blocks, saved, frozen, spread(sizes, ranks), ranks, sum(every.values()))
         learner.saved_as[dtype] = parts
     return parts
+
+
+def _is_frozen(tensors: Sequence[Tensor]) -> bool:
+    parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+    return parameters != [] and not any(parameter.requires_grad for parameter in parameters)
 
 
 def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -234,5 +291,7 @@ def _whole(
     return kept
 
 
-def _file_name(rank: int, ranks: int) -> str:
-    return "model.safetensors" if ranks == 1 else f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+def _file_name(rank: int, parts: _Parts) -> str:
+    if parts.ranks == 1 and not parts.frozen:  # transformers takes a file of this name alone
+        return "model.safetensors"
+    return f"model-{rank + 1:05d}-of-{parts.ranks:05d}.safetensors"

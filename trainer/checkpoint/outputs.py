@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout.storage.files import FileFacts
@@ -37,6 +38,14 @@ class Outputs:
         if self._copy is not None and self._copies(owner):
             with waiting_for_space(0.0):  # the run does not depend on this disk
                 _add(self._copy, name, content)
+
+    def link(self, name: str, source: Path, facts: FileFacts) -> None:
+        """Begin to link a file that is at `source` already, with these facts, as one of rank 0."""
+        if self._rank == 0:
+            self._checkpoint.link(name, source, facts)
+        if self._copy is not None and self._copies(0):
+            with waiting_for_space(0.0):
+                self._copy.link(name, source, facts)
 
 
 def _add(writer: Writer, name: str, content: bytes | Produce) -> None:

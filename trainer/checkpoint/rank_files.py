@@ -20,6 +20,11 @@ ROOM_BYTES = 4096
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a number type in safetensors."""
+    return _NAMES[dtype]
+
+
 def rank_and_world() -> tuple[int, int]:
     """This process's rank in its job, and the number of ranks; (0, 1) without a job."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -16,7 +16,7 @@ the parts that it needs.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,7 @@ from trainer.documents import SavedState
 from trainer.model.model import Learner
 from trainer.model.muon import ADAMW_STATE, MUON_STATE
 from trainer.model.parallel import local_part
+from trainer.model.vision import vision_parameters
 from trainer.progress import NOT_SAVED, SILENT, Progress
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
             for kind in moments.get(parameter, ())
         },
     }
-    _read(tensors, directory, document)
+    _read(tensors, directory, document, vision_parameters(learner.model).keys())
     progress.moved(sum(local_part(tensor).nbytes for tensor in tensors.values()))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
@@ -313,13 +314,22 @@ def _bytes(path: Path, begin: int, end: int) -> bytearray:
     return data
 
 
-def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState) -> None:
-    """Fill `tensors` in place: of each tensor the part that this rank holds."""
+def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState, vision: Set[str]) -> None:
+    """Fill `tensors` in place: of each tensor the part that this rank holds. `vision`: parameters that may be
+    there and not trained any more (trainer.freeze_vision).
+    """
     saved = _saved(directory, document)
     sizes = {
         name: tuple(map(max, zip(*(part.end for part in parts), strict=True)))
         for name, parts in saved.items()
+        if name in tensors or name.partition(".")[2] not in vision
     }
+    if len(sizes) < len(saved) and rank_and_world()[0] == 0:
+        logger.warning(
+            "%s: vision tower and projector were trained up to here, and from now on they are not; "
+            "trainer.freeze_vision=false goes on with that",
+            directory,
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if sizes != shapes:
         kinds = [{name.partition(".")[0] for name in names} for names in (sizes, shapes)]
@@ -329,6 +339,11 @@ def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState) -> 
                 f"{', '.join(sorted(kinds[1]))}; set it back, or remove it for a fresh state"
             )
         odd = sorted(name for name in sizes.keys() | shapes.keys() if sizes.get(name) != shapes.get(name))
+        if {name.partition(".")[2] for name in odd} <= vision:
+            raise CheckpointError(
+                f"{directory} was saved with trainer.freeze_vision=true; set it back, or remove it for "
+                "a fresh state"
+            )
         raise CheckpointError(f"{directory} is not the trainer state of this model, e.g. {odd[:3]}")
     for name, tensor in tensors.items():
         offsets = (0,) * tensor.ndim

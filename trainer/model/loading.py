@@ -11,7 +11,7 @@ from rollout.engines.embedded.weights import load_model
 from rollout.engines.model_dir import ADAPTER_CONFIG
 from rollout.engines.model_facts import keep_frequencies
 from rollout.storage import files
-from trainer.model import parallel, quantised, slices
+from trainer.model import parallel, quantised, slices, vision
 from trainer.model.parallel import Layout
 from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
@@ -45,19 +45,25 @@ def build_scorer(
     rounding = _rounding(settings, layout, on_gpu)
     directory = model_directory(base_dir, model_dir)
     if not layout.sharded:
-        model = _with_adapters(load_model(directory, dtype), base_dir, settings)
-        _round_frozen(model, settings, computes_in)  # before it takes twice the bytes of the GPU
+        model = load_model(directory, dtype)
+        if settings.freeze_vision:
+            vision.freeze(model)
+        model = _with_adapters(model, base_dir, settings)
+        _hold_frozen(model, computes_in)  # before it takes twice the bytes of the GPU
         if settings.lora.base_dtype == "nf4":
             quantised.quantise(model, device)
         _compile(model, settings)
         scorer = Scorer(model.to(device), device, rounding, computes_in)
         if on_gpu and settings.activation_checkpointing:
             parallel.checkpoint_layers(parallel.decoder_layers(model))
+        _round_vision(model, settings, rounding)
         return scorer
     blank, sources = slices.blank_model(directory, dtype)
     held = slices.held_tensors(blank)
+    if settings.freeze_vision:
+        vision.freeze(blank)
     model, adapters = _with_blank_adapters(blank, base_dir, settings)
-    _round_frozen(model, settings, computes_in)
+    _hold_frozen(model, computes_in)
     _compile(model, settings)
     scorer = Scorer(model, device, rounding, computes_in, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
@@ -68,6 +74,7 @@ def build_scorer(
         for name, parameter in model.named_parameters():
             if name in adapters:
                 slices.copy_part(parameter, adapters[name])
+    _round_vision(model, settings, rounding)
     return scorer
 
 
@@ -86,7 +93,7 @@ def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any
         return model
     from trainer.model import lora  # peft takes a while to import
 
-    wrapped = lora.wrap(model, settings.lora)
+    wrapped = lora.wrap(model, settings.lora, settings.freeze_vision)
     if ADAPTER_CONFIG in files.listing(base_dir):
         lora.load_adapter(wrapped, base_dir)
     return wrapped
@@ -140,11 +147,18 @@ def _rounding(settings: TrainerSettings, layout: Layout, on_gpu: bool) -> Roundi
     return Rounding(torch.bfloat16, torch.float32) if rounds else None
 
 
-def _round_frozen(model: Any, settings: TrainerSettings, computes_in: torch.dtype) -> None:
-    if settings.lora.rank:
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(computes_in)
+def _hold_frozen(model: Any, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def _round_vision(model: Any, settings: TrainerSettings, rounding: Rounding | None) -> None:
+    """Round what is frozen and saved nevertheless: only trained weights are rounded where they are used."""
+    if rounding is not None and settings.freeze_vision and not settings.lora.rank:
+        for parameter in vision.vision_parameters(model).values():
+            parameter.copy_(parameter.to(rounding.to))
 
 
 def model_directory(base_dir: Path, model_dir: Path | None) -> Path:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout.engines.model_dir import ADAPTER_WEIGHTS, tensor_names
+from trainer.model.vision import vision_modules
 from trainer.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"
@@ -34,10 +35,11 @@ class LoraError(ValueError):
     """The settings of the adapters do not fit the model or the checkpoint."""
 
 
-def wrap(model: Any, settings: LoraSettings) -> Any:
+def wrap(model: Any, settings: LoraSettings, freeze_vision: bool = True) -> Any:
     """Wrap the transformers `model`, before it is sharded, with new adapters, in peft's wrapper.
 
     With the target all-linear a router of experts gets none, unlike if it is named, nor do fused experts.
+    With `freeze_vision` no module of the vision tower or projector gets one, whatever its name.
     Only the adapters are trained, in float32 whatever the model's weights are. They add nothing yet (B is 0),
     and A is the same in every process. With `.disable_adapter()` the result is the base model. Raises
     LoraError if peft or what `base_dtype` needs is not installed, or if the model has no module for a target.
@@ -52,18 +54,20 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
 
     targets = [target for target in (part.strip() for part in settings.targets.split(",")) if target]
     everywhere = targets == [ALL_LINEAR]
+    vision = vision_modules(model) if freeze_vision else []
     if not everywhere:
-        _check_targets(model, targets, settings.targets)
+        _check_targets(model, targets, settings.targets, vision)
     routers = everywhere and any(
         isinstance(module, torch.nn.Linear) and re.fullmatch(ROUTERS, name)
         for name, module in model.named_modules()
     )
+    left_out = [rf"{re.escape(name)}(\..*)?" for name in vision] + ([ROUTERS] if routers else [])
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  peft takes floats too
         target_modules=ALL_LINEAR if everywhere else targets,
-        exclude_modules=ROUTERS if routers else None,  # peft warns if it excludes nothing
+        exclude_modules="|".join(left_out) or None,  # peft warns if it excludes nothing
     )
     if everywhere:  # of a family with fused experts peft adapts these and the router, which no engine serves
         convert_peft_config_for_transformers(config, model, None)
@@ -82,12 +86,18 @@ def wrap(model: Any, settings: LoraSettings) -> Any:
     return wrapped
 
 
-def _check_targets(model: Any, targets: Sequence[str], shown: str) -> None:
-    """Raise LoraError for a target that names no module."""
+def _check_targets(model: Any, targets: Sequence[str], shown: str, left_out: Sequence[str]) -> None:
+    """Raise LoraError for a target that names no module, or only such as are in those `left_out`."""
     modules = {name: module for name, module in model.named_modules() if name}
     linear = sorted({name.split(".")[-1] for name, m in modules.items() if isinstance(m, torch.nn.Linear)})
     for target in targets or [""]:
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
+        named = [f"{name}." for name in modules if f".{name}".endswith(f".{target}")]
+        if named and all(name.startswith(tuple(f"{outer}." for outer in left_out)) for name in named):
+            raise LoraError(
+                f"trainer.lora.targets={shown}: {target!r} is in the vision tower or projector alone, which "
+                "get no adapters; add trainer.freeze_vision=false, or leave it out"
+            )
+        if not named:
             raise LoraError(
                 f"trainer.lora.targets={shown}: the model has no module {target!r}; {ALL_LINEAR} alone means "
                 f"all linear layers, and these are called {', '.join(linear)}"
@@ -101,6 +111,15 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
     """
     from peft import LoraConfig, set_peft_model_state_dict
 
+    actual = {name: shape for name, (_, shape) in tensor_names(directory).items()}
+    in_vision = tuple(f"base_model.model.{name}." for name in vision_modules(wrapped.get_base_model()))
+    if any(name.startswith(in_vision) for name in actual) and not any(
+        name.startswith(in_vision) and value.requires_grad for name, value in wrapped.named_parameters()
+    ):
+        raise LoraError(
+            f"{directory} has adapters in the vision tower or projector; add trainer.freeze_vision=false, or "
+            "start a new run"
+        )
     config, saved = wrapped.peft_config[ADAPTER], LoraConfig.from_pretrained(str(directory))
     for name, field in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
         ours, theirs = getattr(config, field), getattr(saved, field)
@@ -109,7 +128,6 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
                 f"{directory} was trained with trainer.lora.{name}={_shown(theirs)}, now it is "
                 f"{_shown(ours)}; give the same again, or start a new run"
             )
-    actual = {name: shape for name, (_, shape) in tensor_names(directory).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):

@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 from rollout.engines.embedded.routes import routes_of
 from rollout.engines.short_model import short_model
+from rollout.storage.files import FileFacts
 from trainer.batch.packing import Microbatch
 from trainer.model import attention, context, packed_sequences, parallel
 from trainer.model.attention import Kernel
@@ -72,6 +73,11 @@ class Learner:
         """Where the pictures of batches are; needed for batches that have some."""
         self.written: dict[str, dict[str, Tensor]] = {}
         """What the files of weights hold that this rank has written last, by name, for deltas to them."""
+        self.frozen_file: FileFacts | None = None
+        """Of the file of what no step changes, in the policy that the next step begins with; None: it has
+        none, or another one."""
+        self.frozen_sums: dict[str, int] | None = None
+        """The sums of the tensors of that file, once they are known."""
         self.saved_as: dict[torch.dtype, Any] = {}
         """What checkpoint.hub_files has found out about writing its weights, by their dtype."""
         self._is_divided = False

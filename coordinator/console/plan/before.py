@@ -14,6 +14,7 @@ from coordinator.start.run_json import chosen_save_interval, with_save_interval
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters
 from rollout.settings import TINY
+from trainer.memory import Shape
 
 NAMES = {"tasks", "eval_tasks", "rollout.reward", "rollout.environment"}
 """Settings that name something to look at."""
@@ -41,6 +42,7 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
     print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes))
     print("time     ", estimate.time_text(parameters, settings, gpus, [gpu], active))
     if not settings.trainer.lora.rank:
-        state_bytes = STATE_BYTES * parameters
+        trained = parameters - Shape.from_tensors(shapes, 0, settings.trainer.freeze_vision).frozen
+        state_bytes = STATE_BYTES * trained
         settings = with_save_interval(settings, {"save_interval": chosen_save_interval(state_bytes)})
-        print("disk     ", estimate.disk_text(parameters, state_bytes, settings, on_gpu=True))
+        print("disk     ", estimate.disk_text(trained, state_bytes, settings, on_gpu=True))

@@ -267,7 +267,7 @@ def _shape(run_dir: RunDir, settings: RunSettings) -> Shape | None:
                 continue
             tensors = {name: shape for name, (_, shape) in tensor_names(directory).items()}
             if not is_adapter(directory):
-                return Shape.from_tensors(tensors, adapters)
+                return Shape.from_tensors(tensors, adapters, settings.trainer.freeze_vision)
             adapters = Shape.from_tensors(tensors).all
     except (WeightsError, OSError):
         pass

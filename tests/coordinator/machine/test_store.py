@@ -302,6 +302,21 @@ def test_file_is_made_of_the_copy_before_and_the_delta_and_not_read(
     assert "is of no use" not in caplog.text
 
 
+def test_file_that_has_not_changed_is_linked_to_the_copy_before(
+    changed: tuple[Path, Path], local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = changed
+    (after / ".model.safetensors.delta").unlink()
+    (after / "model.safetensors").write_bytes((before / "model.safetensors").read_bytes())
+    (after / "config.json").write_bytes(b"{ }")
+    wanted = files_of(after)
+    old = hold(Store(str(local)), before)
+    (after / "model.safetensors").unlink()
+    copy = Store(str(local)).hold(after, wanted, unheard, {"model.safetensors": old / "model.safetensors"})
+    assert checksums(copy) == wanted and "is of no use" not in caplog.text
+    assert (copy / "model.safetensors").samefile(old / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     "what", ["copy is gone", "copy differs", "delta is damaged", "delta is cut", "delta is gone"]
 )

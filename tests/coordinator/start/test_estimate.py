@@ -159,3 +159,18 @@ def test_written_samples_are_not_generated() -> None:
 @pytest.mark.parametrize("names", [[], ["NVIDIA GB10"], ["NVIDIA H100", "Tesla T4"]])
 def test_nothing_is_said_about_the_time_on_unknown_gpus(names: list[str]) -> None:
     assert time_text(int(8e9), build({"model": "any/model"}), 1, names) == ""
+
+
+def test_vision_tower_is_held_in_two_bytes_and_gets_no_adapters_unless_it_is_trained() -> None:
+    names = ("vision_tower.encoder.layers.{}.q_proj", "model.visual.blocks.{}.q_proj", "visual.merger.mlp.{}")
+    tower = {f"{name.format(n)}.weight": (WIDTH, WIDTH) for name in names for n in range(2)}
+
+    def needed(tensors: dict[str, Any], **settings: Any) -> float:
+        return float(memory_text(tensors, TrainerSettings(**settings), 1, 1e15).split()[2])
+
+    size = 6 * WIDTH * WIDTH / GB
+    assert needed(TENSORS | tower) == pytest.approx(held() + 2 * size, abs=0.1)
+    assert needed(TENSORS | tower, freeze_vision=False) > held() + 15 * size
+    adapters: dict[str, Any] = {"lora": {"rank": 1024}}
+    assert needed(TENSORS | tower, **adapters) == pytest.approx(held(**adapters) + 2 * size, abs=0.1)
+    assert needed(TENSORS | tower, **adapters, freeze_vision=False) > held(**adapters) + 4 * size

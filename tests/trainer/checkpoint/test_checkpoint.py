@@ -455,7 +455,7 @@ def test_merged_experts_are_shared_out_under_the_names_of_the_hub(
         for module in (hub_files, outputs):
             monkeypatch.setattr(module, "rank_and_world", lambda rank=rank: (rank, 3))
         with Writer(tmp_path / "shares") as written:
-            hub_files.write_weights(learner, outputs.Outputs(written), torch.float32)
+            hub_files.write_weights(learner, outputs.Outputs(written), torch.float32, tmp_path)
             written.finish()
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "shares")
     found = tensor_names(tmp_path / "shares")

@@ -18,7 +18,7 @@ from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter,
 from rollout.storage.files import checksums
 from tests.adapters import save_adapter
 from tests.models import LLAMA_LIKE, make_model
-from trainer.model import lora
+from trainer.model import lora, tiny_seeing
 from trainer.model.lora import LoraError
 from trainer.settings import LoraSettings
 
@@ -204,3 +204,23 @@ def test_all_linear_leaves_out_fused_experts_which_no_engine_serves(name: str) -
     assert trained(wrapped) and not any("experts" in parameter for parameter in trained(wrapped))
     config = wrapped.peft_config[lora.ADAPTER]
     assert not (config.target_parameters or config.rank_pattern or config.alpha_pattern)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj"])
+def test_vision_tower_and_projector_get_adapters_only_if_they_are_trained(targets: str) -> None:
+    settings = LoraSettings(rank=4, targets=targets)
+    frozen, free = (lora.wrap(tiny_seeing.make_model(0), settings, freezes) for freezes in (True, False))
+    vision = {name for name in trained(free) if "vision_tower" in name or "multi_modal_projector" in name}
+    assert vision and set(trained(frozen)) == set(trained(free)) - vision
+
+
+def test_adapters_of_the_tower_alone_are_refused_while_it_is_frozen(tmp_path: Path) -> None:
+    with pytest.raises(LoraError, match=r"'fc1' is in the vision tower .*freeze_vision=false"):
+        lora.wrap(tiny_seeing.make_model(0), LoraSettings(rank=4, targets="q_proj,fc1"))
+    whole = lora.wrap(tiny_seeing.make_model(0), SETTINGS, freeze_vision=False)
+    save_adapter(
+        whole, {name: tensor.detach() for name, tensor in trained(whole).items()}, tmp_path, tmp_path
+    )
+    with pytest.raises(LoraError, match="has adapters in the vision tower or projector; add "):
+        lora.load_adapter(lora.wrap(tiny_seeing.make_model(0), SETTINGS), tmp_path)
+    lora.load_adapter(whole, tmp_path)

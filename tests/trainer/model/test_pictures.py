@@ -94,8 +94,8 @@ def batch_of(groups: Sequence[Sequence[Sample]]) -> Batch:
     return Batch.decode(batch.encode())
 
 
-def learner_of(seen: Seen) -> Learner:
-    learner = build_learner(seen.model, CPU, SETTINGS)
+def learner_of(seen: Seen, settings: TrainerSettings = SETTINGS) -> Learner:
+    learner = build_learner(seen.model, CPU, settings)
     learner.pictures = Pictures(seen.model, seen.images)
     return learner
 
@@ -194,14 +194,19 @@ def test_missing_altered_or_otherwise_expanded_picture_is_a_fault_with_a_name(
         Pictures(seen.model, seen.images).placed(replace(part, pictures=[(digest, begin, count - 1)]))
 
 
-def test_training_moves_the_tower_too(seen: Seen) -> None:
-    learner = learner_of(seen)
-    before = {name: value.detach().clone() for name, value in learner.parameters.items()}
-    (step,) = train(learner, batch_of(seen.groups), SETTINGS, max_tokens=12, report=lambda line: None)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_training_moves_tower_and_projector_only_if_asked(seen: Seen, freezes: bool) -> None:
+    settings = SETTINGS.model_copy(update={"freeze_vision": freezes})
+    learner = learner_of(seen, settings)
+    before = {name: value.detach().clone() for name, value in learner.model.named_parameters()}
+    (step,) = train(learner, batch_of(seen.groups), settings, max_tokens=12, report=lambda line: None)
     assert step.mismatch_max < 1e-5
-    same = {name for name, value in learner.parameters.items() if torch.equal(before[name], value)}
+    same = {name for name, value in learner.model.named_parameters() if torch.equal(before[name], value)}
+    vision = {name for name in before if name.startswith(("model.vision_tower.", "model.multi_modal_proj"))}
     # The layer's output that LLaVA takes comes before it.
-    assert same == {f"model.vision_tower.post_layernorm.{name}" for name in ("weight", "bias")}
+    unused = {f"model.vision_tower.post_layernorm.{name}" for name in ("weight", "bias")}
+    assert same == (vision if freezes else unused)
+    assert learner.parameters.keys() == before.keys() - (vision if freezes else set())
 
 
 def test_a_rank_without_pictures_takes_part_where_layers_are_sharded(seen: Seen, tmp_path: Path) -> None:

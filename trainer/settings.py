@@ -184,7 +184,7 @@ class TrainerSettings(Settings):
     mask for it and the mask costs less than it saves."""
 
     routing_replay: bool = False
-    """Tokens of a mixture go to the experts that the embedded engine chose (R3)."""
+    """Tokens of a mixture go to the experts that the engine chose (R3)."""
     layout: Literal["auto", "replicated", "sharded"] = "auto"
     """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2);
     auto: sharded from `shard_from_parameters` on, where there are several ranks."""

@@ -27,6 +27,7 @@ from coordinator.phases.node_share import Share, publish_pictures, slots_of
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from rollout.collect import Stopped
+from rollout.engines.model_facts import layers_with_experts
 from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
 from rollout.pictures import PictureError
 from rollout.storage.retry import SharedFsError
@@ -165,8 +166,8 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
 
 
 def _engine(node: Node, share: Share) -> EngineAddress:
-    engine = node.settings.engine
-    is_corrected = node.settings.trainer.engine_correction != "off"
+    engine, trainer = node.settings.engine, node.settings.trainer
+    base, is_corrected = node.policies.policy_of(0).directory, trainer.engine_correction != "off"
     return EngineAddress(
         node.engine.url,
         node.engine.model,
@@ -175,8 +176,8 @@ def _engine(node: Node, share: Share) -> EngineAddress:
         replace(
             node.engine.facts,
             may_force=is_corrected or share.kind == "eval",
-            with_routes=node.settings.trainer.routing_replay and share.kind == "train",
-            special_tokens=_marks(node.policies.policy_of(0).directory),
+            routed_layers=_routed_layers(base) if trainer.routing_replay and share.kind == "train" else (),
+            special_tokens=_marks(base),
         ),
     )
 
@@ -185,6 +186,11 @@ def _engine(node: Node, share: Share) -> EngineAddress:
 def _marks(model: Path) -> SpecialTokens:
     """Return the special tokens of the model that the run started from: no training changes them."""
     return read_special_tokens(model)
+
+
+@cache
+def _routed_layers(model: Path) -> tuple[int, ...]:
+    return layers_with_experts(model)
 
 
 def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Callable[[], None]) -> Listener:

@@ -9,7 +9,6 @@ from typing import Any
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
-from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_dir import is_adapter
 from rollout.engines.model_facts import (
@@ -124,12 +123,12 @@ def refuse_unrecorded(settings: RunSettings, engine: EngineKind, model_dir: Path
     if not settings.trainer.routing_replay:
         return
     if model_dir is None or not (is_adapter(model_dir) or count_experts(model_dir)[0]):
-        reason = f"--model {settings.model} has no experts"
-    elif settings.rl_phase != "update" and not isinstance(engine, Embedded):
-        reason = f"{engine.name} is not asked for its routes yet, only --engine torch is"
+        reason = f"--model {settings.model} has no experts; leave it out"
+    elif settings.rl_phase != "update" and engine.why_no_routes:
+        reason = engine.why_no_routes
     else:
         return
-    raise SettingsError(f"trainer.routing_replay: {reason}; leave it out")
+    raise SettingsError(f"trainer.routing_replay: {reason}")
 
 
 def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:

@@ -49,8 +49,8 @@ class EngineFacts:
     may_force: bool = True
     """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
     the policy would not have chosen, or nothing is."""
-    with_routes: bool = False
-    """Whether it is asked which experts each token was routed to."""
+    routed_layers: tuple[int, ...] = ()
+    """The layers of the model with experts, if it is asked which ones each token was routed to."""
     special_tokens: SpecialTokens = NO_SPECIAL_TOKENS
     """The special tokens of the model that it serves."""
 

@@ -158,7 +158,7 @@ class EngineClient:
             request["content_parts"] = [await asyncio.to_thread(self._part, digest) for digest in pictures]
         if not self.facts.is_seeded:
             request["seed"] = None
-        if self.facts.with_routes:
+        if self.facts.routed_layers:
             request["return_routed_experts"] = True
         if self._model:
             request["model"] = self._model
@@ -174,7 +174,10 @@ class EngineClient:
             self._in_flight[replica] -= sampling.n
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [completion_of(choice, sampling, special_tokens, pictures) for choice in choices]
+            completions = [
+                completion_of(choice, sampling, special_tokens, pictures, self.facts.routed_layers)
+                for choice in choices
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "

@@ -116,9 +116,11 @@ def completion_of(
     sampling: Sampling,
     special: SpecialTokens = NO_SPECIAL_TOKENS,
     pictures: Sequence[str] = (),
+    routed_layers: Sequence[int] = (),
 ) -> Completion:
     """Return one completion of an answer to `completion_request`. Its text has no special token but the end
-    of the reasoning. `pictures`: the digests of those that the prompt shows. Raises KeyError, TypeError or
+    of the reasoning. `pictures`: the digests of those that the prompt shows. `routed_layers`: as EngineFacts
+    has them. Raises KeyError, TypeError or
     ValueError if something is missing.
     """
     ranges = choice["image_ranges"] if pictures else ()
@@ -138,15 +140,17 @@ def completion_of(
         finish_reason(str(choice["finish_reason"])),
         stop_string=stop or "",
         pictures=[Picture(digest, *map(int, at)) for digest, at in zip(pictures, ranges, strict=True)],
-        routes=_routes(choice.get("routed_experts")),
+        routes=_routes(choice["routed_experts"], routed_layers) if routed_layers else None,
         likely=_likely(choice["logprobs"]) if "logprobs" in sampling.more else (),
     )
 
 
-def _routes(text: str | None) -> NDArray[np.int16] | None:
+def _routes(text: str | None, layers: Sequence[int]) -> NDArray[np.int16]:
+    """(tokens, layers x experts of a token), from an .npy in base64. vLLM has rows for all layers."""
     if text is None:
-        return None
+        raise ValueError("no routed_experts")
     routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    routes = routes if routes.shape[1] == len(layers) else routes[:, list(layers)]
     return routes.reshape(len(routes), -1).astype(np.int16)
 
 

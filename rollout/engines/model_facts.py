@@ -4,6 +4,7 @@ Without torch. What they do not say for certain is unknown.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ _EXPERTS = (
     ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k"),
 )
 """How configurations call the number of experts, and of those that a token goes to."""
+_IN_EXPERTS = re.compile(r"[^\d]*?\.(\d+)\.(?:.*\.)?experts\.")
 _LAYERS = ("layer_types", "layers_block_type", "block_types")
 """Where a configuration names the kind of each layer."""
 _RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")
@@ -61,6 +63,13 @@ def count_experts(model_dir: Path) -> tuple[int, int]:
         next((text[key] for key in keys if type(text.get(key)) is int), 0) for keys in _EXPERTS
     )
     return experts, active
+
+
+def layers_with_experts(model_dir: Path) -> tuple[int, ...]:
+    """Return the numbers of the layers that have experts, from 0, by the names of their tensors."""
+    found = {int(name[1]) for name in map(_IN_EXPERTS.match, tensor_names(model_dir)) if name}
+    count = _configs(model_dir)[1].get("num_hidden_layers", math.inf)
+    return tuple(sorted(layer for layer in found if layer < count))  # beyond: those that guess ahead
 
 
 def context_tokens(model_dir: Path) -> int | None:

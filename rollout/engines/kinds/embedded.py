@@ -27,6 +27,7 @@ class Embedded(EngineKind):
     proves = True
     uses_transformers = True
     repeats_samples = True
+    why_no_routes = ""
 
     def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
         super().__init__(settings, gpus, python)

@@ -53,6 +53,8 @@ class EngineKind:
     """Whether the same policy, task and seed give the same samples to the bit, whatever else it computes."""
     has_other_template = False
     """Whether it may write messages with another chat template than the model's."""
+    why_no_routes = "only engines that nodes start are asked for their routes; leave it out"
+    """Why it does not say which experts a token was routed to; empty: it does."""
 
     def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
         self.settings = settings

@@ -61,6 +61,9 @@ WEIGHTS_SHARE = 0.6
 """Of a GPU's memory: of the 0.85 that vLLM takes, a quarter is left to keys and values, and to computing."""
 
 
+ROUTES = "enable-return-routed-experts"
+
+
 class Vllm(EngineKind):
     """A server of `vllm serve` on all GPUs of the node, or on its CPU."""
 
@@ -73,6 +76,9 @@ class Vllm(EngineKind):
         self.dtype = "engine.args.dtype", str(chosen)
         self.proves = self._args.get("worker-extension-cls", EXTENSION) == EXTENSION
         self.has_other_template = "chat-template" in self._args
+        self.why_no_routes = "" if gpus else "vLLM says its routes on GPUs alone; leave it out"
+        if gpus and self._args.get(ROUTES) is not True:
+            self.why_no_routes = f"vLLM says its routes with engine.args.{ROUTES}=true alone; give that, too"
 
     def check(self) -> None:
         for key, value in self.settings.args.items():

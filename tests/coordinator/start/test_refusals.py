@@ -24,6 +24,7 @@ from coordinator.start.inputs import load_inputs
 from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, start_master
 from rollout.engines.kinds import by_url
+from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.vllm import Vllm
@@ -384,9 +385,16 @@ def test_routes_are_replayed_only_of_experts_that_the_engine_records(tmp_path: P
     given |= {"trainer.routing_replay": True, "engine.kind": "torch"}
     passes(given)
     settings: Any = SimpleNamespace(trainer=TrainerSettings(routing_replay=True), rl_phase="both", model="m")
-    engine: Any = SimpleNamespace(name="vLLM")
-    with pytest.raises(SettingsError, match="routing_replay: vLLM is not asked for its routes"):
-        refusals_of_models.refuse_unrecorded(settings, engine, model)
+    for engine, reason in (
+        (Vllm(EngineSettings(), 0), "on GPUs alone"),
+        (Vllm(EngineSettings(), 1), "with engine.args.enable-return-routed-experts=true alone"),
+        (ByUrl(EngineSettings(url="http://h"), 1), "only engines that nodes start"),
+    ):
+        with pytest.raises(SettingsError, match=f"routing_replay: .*{reason}.*; "):
+            refusals_of_models.refuse_unrecorded(settings, engine, model)
+    asked = Vllm(EngineSettings(args={"enable_return_routed_experts": True}), 1)
+    refusals_of_models.refuse_unrecorded(settings, asked, model)
+    assert "--enable-return-routed-experts" in asked.command(model, "/tmp/s").argv
     written = {"rollout.environment": "demonstration", "trainer.algorithm": "sft"}
     for other in ({"trainer.context_parallel": 2}, {"trainer.compile": True}, written):
         assert "trainer.routing_replay with" in refusal(given | other)

@@ -1,5 +1,8 @@
 """Routes of tokens to experts: recorded by the engine, and computed with in training."""
 
+import base64
+import io
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.engines.completion import completion_of
@@ -16,6 +20,7 @@ from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.protocol import routes_body
 from rollout.engines.embedded.routes import routes_of
+from rollout.engines.model_facts import layers_with_experts
 from rollout.environments.policy import sample_of
 from rollout.origin import Sampling
 from rollout.part_file import decode_part, encode_part
@@ -156,7 +161,7 @@ def completion(token_ids: list[int], prompt: int, logprobs: list[float], routes:
         **{"logprobs": {"token_logprobs": logprobs}, "finish_reason": "length"},
         "routed_experts": routes_body([routes[:prompt], routes[prompt:]]),
     }
-    return completion_of(choice, Sampling())
+    return completion_of(choice, Sampling(), routed_layers=range(LAYERS))
 
 
 def test_token_of_a_conversation_has_the_route_of_the_turn_that_has_read_it_first() -> None:
@@ -165,6 +170,26 @@ def test_token_of_a_conversation_has_the_route_of_the_turn_that_has_read_it_firs
     routes = sample_of(*turns).routes
     assert routes is not None and routes[:, 0].tolist() == [3, 3, 3, 6, 6, 6, -1]
     assert sample_of(replace(turns[0], routes=None)).routes is None
+
+
+def test_of_vllms_rows_of_all_layers_those_with_experts_are_taken(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4}
+    names = ["lm_head.weight", *(f"model.layers.{n}.mlp.shared_experts.up_proj.weight" for n in range(4))]
+    names += [f"model.layers.{n}.mlp.experts.0.up_proj.weight" for n in (1, 3, 4)]  # 4 guesses ahead
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros((1, 1), np.float32) for name in names}, tmp_path / "model.safetensors")
+    assert layers_with_experts(tmp_path) == (1, 3)
+    of_all = np.arange(5 * 4 * TAKEN, dtype=np.uint8).reshape(5, 4, TAKEN)
+    data = io.BytesIO()
+    np.save(data, of_all)
+    choice = {
+        **{"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5, 6], "text": "", "finish_reason": "length"},
+        **{"logprobs": {"token_logprobs": [0, 0, 0]}, "routed_experts": base64.b64encode(data.getvalue())},
+    }
+    routes = completion_of(choice, Sampling(), routed_layers=(1, 3)).routes
+    assert routes is not None and routes.tolist() == of_all[:, [1, 3]].reshape(5, -1).tolist()
+    with pytest.raises(ValueError, match="no routed_experts"):
+        completion_of({**choice, "routed_experts": None}, Sampling(), routed_layers=(1, 3))
 
 
 def test_routes_go_from_the_engine_through_part_and_batch_into_training(tmp_path: Path) -> None:

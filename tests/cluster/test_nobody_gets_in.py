@@ -40,7 +40,7 @@ while True:
         told.add(found)
         print(json.dumps(found), flush=True)
     before = now
-    time.sleep(0.1)
+    time.sleep(0.4)
 """
 """Prints the sockets of a network namespace that take what comes: module of the process, address, port, UDP.
 They must have been seen twice: a process that is just being started still holds its parent's.

@@ -29,7 +29,7 @@ def test_run_local_trains_what_separate_nodes_train(tmp_path: Path, cache: Path)
     found = []
     for name in ("local", "separate"):
         (tmp_path / name).mkdir()
-        cluster = Cluster(tmp_path / name / "run", cache, tmp_path / name, separate=True)
+        cluster = Cluster(tmp_path / name / "run", cache, tmp_path / name, separate=name == "local")
         try:
             if name == "local":
                 cluster.start(0, *arguments, role=LOCAL)

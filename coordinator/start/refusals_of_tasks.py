@@ -14,10 +14,11 @@ from coordinator.start.eval_tasks import SECTION, EvalSets, with_columns_of
 from coordinator.start.refusals_of_models import room_at_teacher
 from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
+from rollout.engines.embedded.try_pictures import why_no_pictures
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
-from rollout.engines.model_facts import PICTURED, has_processor, may_have_chat_template, takes_pictures
+from rollout.engines.model_facts import has_processor, may_have_chat_template, takes_pictures
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
 from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
@@ -171,38 +172,34 @@ def refuse_pictures(
     `model_dir`: None for builtin:tiny.
     """
     shown = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks.pictures]
+    if not shown:
+        return
     takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
-    rollout, trainer = settings.rollout, settings.trainer
+    rollout, trainer, model = settings.rollout, settings.trainer, f"--model {settings.model}"
     kinds = [each.environment for each in shown if each.environment != "single_turn"]
     lora, size, ranks = trainer.lora.rank, trainer.tensor_parallel_size, trainer.context_parallel
     reasons = [
+        (not takes, f"{model}, which has no part for pictures,", "give a model with a vision_config"),
+        (
+            model_dir is not None and not has_processor(model_dir),
+            f"{model} without a preprocessor_config.json",
+            "put the files of its processor beside its weights",
+        ),
         (not isinstance(engine, Embedded), f"the engine {engine.name}", "give --engine torch"),
         (lora, f"trainer.lora.rank={lora}", "give 0"),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
         (ranks > 1, f"trainer.context_parallel={ranks}", "give 1"),
-    ]
-    subject = f"--model {settings.model} is a {' or '.join(PICTURED)}"
-    if shown:
-        family = f"give a model of the family {', '.join(PICTURED)}"
-        reasons = [
-            (not takes, f"--model {settings.model}", family),
-            (
-                model_dir is not None and not has_processor(model_dir),
-                f"--model {settings.model} without a preprocessor_config.json",
-                "put the files of its processor beside its weights",
-            ),
-            *reasons,
-            (kinds, f"the environment {', '.join(kinds)}", "give single_turn"),
-            *((value, f"rollout.{name}={value}", "leave it out")
-              for name in ("thinking_tokens", "segment_tokens", "teacher")
-              for value in [getattr(rollout, name)]),
-        ]  # fmt: skip
-        subject = f"{_first_with_picture(shown[0].tasks)}: this task shows a picture"
-    elif not takes or model_dir is None:
-        return
+        (kinds, f"the environment {', '.join(kinds)}", "give single_turn"),
+        *((value, f"rollout.{name}={value}", "leave it out")
+          for name in ("thinking_tokens", "segment_tokens", "teacher")
+          for value in [getattr(rollout, name)]),
+    ]  # fmt: skip
+    subject = f"{_first_with_picture(shown[0].tasks)}: this task shows a picture"
     for is_wrong, what_fails, advice in reasons:
         if is_wrong:
             raise SettingsError(f"{subject}, and {what_fails} does not go with it yet; {advice}")
+    if model_dir is not None and (reason := why_no_pictures(model_dir)):
+        raise SettingsError(f"{subject}, and {model} cannot be shown any: {reason}")
 
 
 def _first_with_picture(tasks: TaskSet) -> str:

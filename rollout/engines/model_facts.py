@@ -34,8 +34,6 @@ _QUANTISED_BESIDE = {
 """Files of their own that say so, and of what."""
 _QUANTISED_NAMES = ("weight", "_packed", "_blocks")
 """How tensors are named that hold weights, if they are integers."""
-PICTURED = ("llava",)
-"""Families whose models are shown pictures, by what config.json calls them: what was tried."""
 DEQUANTISED = ("fp8", "mxfp4")
 """What trainer.checkpoint.dequantise reads."""
 _TOKENIZERS_WITH_CODE = ("tekken.json", "tokenizer.model.v3")
@@ -202,8 +200,8 @@ def template_text(model_dir: Path) -> str:
 
 
 def takes_pictures(model_dir: Path) -> bool:
-    """Return whether pictures can be shown to the model."""
-    return read_json(model_dir / "config.json").get("model_type") in PICTURED
+    """Return whether the model has a part for pictures."""
+    return feature_token(model_dir) is not None
 
 
 def has_processor(model_dir: Path) -> bool:
@@ -211,11 +209,18 @@ def has_processor(model_dir: Path) -> bool:
     return not {"processor_config.json", "preprocessor_config.json"}.isdisjoint(files.file_names(model_dir))
 
 
-def placeholder(model_dir: Path) -> int | None:
-    """Return the token that stands for a picture; None if the model is shown none."""
+def feature_token(model_dir: Path) -> int | None:
+    """Return the token that stands for a feature of a picture; None if the model has no part for pictures."""
     config = read_json(model_dir / "config.json")
     token = config.get("image_token_index", config.get("image_token_id"))
-    return token if config.get("model_type") in PICTURED and type(token) is int else None
+    return token if isinstance(config.get("vision_config"), dict) and type(token) is int else None
+
+
+def placeholder(model_dir: Path) -> int | None:
+    """Return the token that stands for a picture in a prompt; None if the model has no part for pictures."""
+    token = feature_token(model_dir)
+    begin = read_json(model_dir / "config.json").get("boi_token_index")  # of Gemma 3, which has two
+    return begin if token is not None and type(begin) is int else token
 
 
 def attention_heads(model_dir: Path) -> tuple[int, int]:

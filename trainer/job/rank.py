@@ -194,7 +194,8 @@ class TrainerRank:
         if request.settings.needs_reference:
             learner.load_reference(Path(request.model_dir), request.settings)
         if batch.pictures and learner.pictures is None and request.images_dir is not None:
-            learner.pictures = Pictures(Path(request.model_dir), Path(request.images_dir))
+            pictures = Pictures(Path(request.model_dir), Path(request.images_dir))
+            learner.see(pictures, request.settings.share_prompts)
         return train(
             learner,
             batch,

@@ -25,7 +25,7 @@ from trainer.model.loading import build_scorer, count_parameters, model_director
 from trainer.model.muon import MuonAndAdamW, layer_matrices
 from trainer.model.packed_sequences import Apart, Arrangement
 from trainer.model.parallel import Layout, LayoutError
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import PictureFault, Pictures
 from trainer.model.quantised import Quantised
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import PeerLost, waiting_for_peers
@@ -217,7 +217,7 @@ class Learner:
         """
         fewest, most = self._extremes(packed_sequences.has_kernels())
         kernels = fewest == most > 0
-        arrangement = self._arrange_short(share_prompts, kernels)
+        arrangement = None if self.pictures else self._arrange_short(share_prompts, kernels)
         least, largest = self._extremes(arrangement.number if arrangement else 0)
         if arrangement is None or least != largest:
             arrangement = self._try(
@@ -228,6 +228,19 @@ class Learner:
             logger.info("%s", self.arrangement)
         if self.layout.context_parallel > 1:
             self._divide_rows()
+
+    def see(self, pictures: Pictures, share_prompts: bool) -> None:
+        """Show the pictures of batches from now on. Collective, as arrange, which is done again with one.
+        Raises PictureFault if the model cannot be shown any.
+        """
+        self.pictures = pictures
+        try:
+            self.arrange(share_prompts)
+        except PeerLost:
+            raise
+        except Exception as error:  # any family may refuse any argument in any way
+            name, reason = type(self.scorer.causal).__name__, attention.brief(error)
+            raise PictureFault(f"a {name} cannot be shown pictures: {reason}") from error
 
     @torch.no_grad()
     def _divide_rows(self) -> None:
@@ -290,6 +303,7 @@ class Learner:
             failure=lambda kernel: attention.failure(
                 kernel, scorer.config, ranks, self.device, scorer.computes_in
             ),
+            picture=self.pictures.example.token_ids if self.pictures else (),
         )
 
     def _extremes(self, number: int) -> tuple[int, int]:

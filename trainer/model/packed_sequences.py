@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from rollout.trajectory import Picture
 from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill
 from trainer.model.attention import Kernel, brief
+from trainer.model.pictures import EXAMPLE
 from trainer.model.token_logprobs import UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -208,25 +210,29 @@ def arrange(
     layers: Iterable[Any] = (),
     attention: Sequence[Kernel] = (),
     failure: Callable[[Kernel], str] = lambda _: "",
+    picture: Sequence[int] = (),
 ) -> Arrangement:
     """Try how the model's sequences can be laid into rows, and take the cheapest way that changes no score.
 
     `agree`: whether it is so on all ranks, which call this together. `kernels`: try KERNELS, too. `exact`:
     the model computes in float32. `layers`: the model's modules, some of which have its windows. `attention`:
     kernels to try beside the model's own attention; `failure`: why one cannot compute it here, or "".
+    `picture`: the tokens of trainer.model.pictures.EXAMPLE, if that is to be shown in the prompts.
 
     A layer has about 12 h^2 weights with two operations each, and spends 4 h operations on a pair of tokens,
     so `pairs_per_token` is 24 h^2 / 4 h = 6 h. Raises UnsupportedModel if the model looks ahead.
     """
-    batch = _two_sequences(config.vocab_size)
+    batch = _two_sequences(config.vocab_size, picture)
+    prompt = PROMPT + len(picture)
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
-    both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
+    both = Bundle([0, 1], first.tokens + second.tokens - prompt, prompt)
     packed = fill(batch, [[first, second], [second]])
     plain = Kernel.OWN
     with _short_windows([config, *layers]):
         alone = [score(fill(batch, [[sequence]]), Apart.POSITIONS, plain) for sequence in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
-        trial = _Trial(score, [*alone, alone[1]], score(one_row, Apart.POSITIONS, plain), exact)
+        seen = score(one_row, Apart.POSITIONS, plain)
+        trial = _Trial(score, [*alone, alone[1]], seen, exact, slice(prompt, first.tokens))
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         is_told = agree(is_telling)
         ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if is_told else []
@@ -278,9 +284,10 @@ def trial_rows(vocabulary: int, arrangement: Arrangement) -> list[Microbatch]:
 class _Trial:
     """Compares the scores of packed sequences with those on their own."""
 
-    def __init__(self, score: Score, alone: list[Tensor], seen: Tensor, exact: bool) -> None:
+    def __init__(self, score: Score, alone: list[Tensor], seen: Tensor, exact: bool, words: slice) -> None:
         """`alone`: scores of the sequences in a packed microbatch's order; `seen`: these tokens' scores where
-        the second sequence sees the first."""
+        the second sequence sees the first; `words`: of the first, behind the prompt, in the first row."""
+        self._words = words
         self._score, self._alone = score, alone
         effect = float((seen - torch.cat(alone)).abs().max())
         tolerance = EXACT if exact else ROUNDED
@@ -293,7 +300,7 @@ class _Trial:
         of the first are.
         """
         words = packed.token_ids.copy()
-        words[0, PROMPT : TOKENS[0] - 1] = words[0, PROMPT : TOKENS[0] - 1][::-1]
+        words[0, self._words] = words[0, self._words][::-1]
         count = int(packed.sequences.max()) + 1
         try:
             scores = self._score(packed, apart, kernel)
@@ -349,24 +356,29 @@ def _sees_farther_than_is_tried(config: Any) -> bool:
     return any((getattr(config, name, None) or 0) >= min(TOKENS) for name in BUILT_IN)
 
 
-def _two_sequences(vocabulary: int) -> Batch:
-    """Sequences of TOKENS, whose first PROMPT tokens are the same and not trained."""
-    rng = np.random.default_rng(0)
+def _two_sequences(vocabulary: int, picture: Sequence[int] = ()) -> Batch:
+    """Sequences of TOKENS, whose first PROMPT tokens, and a picture behind them, are the same and not
+    trained.
+    """
+    rng, prompt = np.random.default_rng(0), PROMPT + len(picture)
     words = [rng.integers(0, vocabulary, length) for length in TOKENS]
     words[1][:PROMPT] = words[0][:PROMPT]
+    words = [np.concatenate([few[:PROMPT], picture, few[PROMPT:]]) for few in words]
+    first, total = len(words[0]), sum(map(len, words))
     nothing = np.zeros(2, np.float32)
     return Batch(
         token_ids=np.concatenate(words).astype(np.int32),
-        loss_mask=np.concatenate([np.arange(length) >= PROMPT for length in TOKENS]).astype(np.uint8),
-        logprobs=np.zeros(sum(TOKENS), np.float32),
-        offsets=np.array([0, TOKENS[0], sum(TOKENS)]),
+        loss_mask=np.concatenate([np.arange(len(few)) >= prompt for few in words]).astype(np.uint8),
+        logprobs=np.zeros(total, np.float32),
+        offsets=np.array([0, first, total]),
         advantages=nothing,
         rewards=nothing,
         slots=np.zeros(2, np.int32),
         temperatures=np.ones(2, np.float32),
-        ages=np.zeros(sum(TOKENS), np.int32),
+        ages=np.zeros(total, np.int32),
         counts=Counts(0, 0, 0, 0, 0, 0.0, 0.0),
         manifest_sha256="",
         policy="",
         seed=0,
+        pictures=[[Picture(EXAMPLE, PROMPT, prompt)]] * 2 if picture else (),
     )

@@ -1,13 +1,18 @@
 """Read the pictures of microbatches: each rank makes tensors of the files, by the model's own processor."""
 
+from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rollout.engines.embedded.picture_input import PictureReader, Placed, Shown, placed
+from rollout.engines.embedded.picture_input import PictureReader, Placed, Shown
 from rollout.pictures import digest_of
 from rollout.storage import files
 from trainer.batch.packing import Microbatch
+
+EXAMPLE = "example"
 
 
 class PictureFault(ValueError):
@@ -20,23 +25,23 @@ class Pictures:
     def __init__(self, model_dir: Path, images_dir: Path) -> None:
         self._reader = PictureReader(model_dir)
         self._images_dir = images_dir
+        self.example = self._reader.example
+        """A picture that batches call EXAMPLE, to try the model with."""
 
     def placed(self, microbatch: Microbatch) -> Placed:
-        """Return the pictures of a microbatch. One without any gets a blank one that has no place: if the
-        layers are sharded, all ranks gather those that look at pictures. Raises PictureFault.
-        """
+        """Return the pictures of a microbatch. Raises PictureFault."""
         shown = [
             (self._shown(digest, microbatch.token_ids.reshape(-1)[begin : begin + count].tolist()), begin)
-            for digest, begin, count in microbatch.pictures or ()
+            for digest, begin, count in sorted(microbatch.pictures or (), key=itemgetter(1))
         ]
-        if shown:
-            return placed(shown)
-        nowhere = torch.zeros(0, dtype=torch.long)
-        return Placed(self._reader.blank(), nowhere, nowhere)
+        if not shown:
+            return Placed((), blank=self.example)
+        segments = None if microbatch.segments is None else torch.from_numpy(microbatch.segments)
+        return Placed(shown, segments, torch.from_numpy(_answers(microbatch)))
 
     def _shown(self, digest: str, token_ids: list[int]) -> Shown:
         path = self._images_dir / digest
-        shown = self._reader.remembered(digest)
+        shown = self.example if digest == EXAMPLE else self._reader.remembered(digest)
         if shown is None:
             try:
                 data = files.read(path)
@@ -51,3 +56,11 @@ class Pictures:
                 f"{len(token_ids)} others: all nodes need the same transformers"
             )
         return shown
+
+
+def _answers(microbatch: Microbatch) -> NDArray[np.bool_]:
+    """(R, C) where tokens are no prompt, if a row holds one sequence."""
+    rows, columns = microbatch.token_ids.shape
+    last = np.full(rows, columns)
+    np.minimum.at(last, microbatch.scored_at // columns, microbatch.scored_at % columns)
+    return np.arange(columns) > last[:, None]

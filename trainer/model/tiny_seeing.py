@@ -92,7 +92,7 @@ def warm_up(model: Any, processor: Any, model_dir: Path, seed: int, steps: int) 
         prompt = [*shown.token_ids, *processor.tokenizer.encode(question)]
         answers = [processor.tokenizer.encode(text) for text in (task["answer"], f"({task['answer']})")]
         rows.append((prompt, *answers))
-        pixels.append(shown.pixels)
+        pixels.append(shown.tensors["pixel_values"])
     length = max(len(prompt) + len(astray) for prompt, _, astray in rows) + 1
     examples = np.full((2, len(rows), 2, length), -100, np.int64)  # as asked and astray; ids and labels
     examples[:, :, 0] = tiny.PAD_ID

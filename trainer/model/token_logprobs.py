@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from rollout.engines.embedded.picture_input import Placed, picture_features, put_in
+from rollout.engines.embedded.picture_input import Placed, Shown, picture_tensors, with_pictures
 from rollout.engines.embedded.routes import Routes
-from rollout.engines.model_facts import PICTURED
 from trainer.model import context
 from trainer.model.attention import Kernel
 from trainer.model.parallel import decoder_layers
@@ -68,7 +68,7 @@ class Scorer(nn.Module):
         self._head = [*{*self.causal.modules()} - {*_decoder(self.causal).modules()}]
         self._tower: list[nn.Module] = []
         """What makes features of pictures; its layers are rounded as those of the decoder."""
-        if self.causal.config.model_type in PICTURED:
+        if hasattr(self.causal.base_model, "get_image_features"):
             self._tower = [
                 module
                 for module in self._head
@@ -109,11 +109,7 @@ class Scorer(nn.Module):
         `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
         `pictures`: those in the rows.
         """
-        decoder = _decoder(self._causal[0])
-        if pictures is not None:
-            inputs = self._with_pictures(inputs, pictures)
-        with self._rounded(self._embeddings):
-            hidden = decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
+        hidden = self._hidden(inputs, pictures or Placed(()))
         scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
         of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
         chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
@@ -128,14 +124,25 @@ class Scorer(nn.Module):
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
-    def _with_pictures(self, inputs: Mapping[str, Any], pictures: Placed) -> dict[str, Any]:
-        """Return the inputs with embeddings, which have the features of pictures in their places."""
-        with self._rounded(self._tower):
-            features = picture_features(self.causal, pictures.pixels)
-        with self._rounded(self._embeddings):
-            embeddings = self.causal.get_input_embeddings()(inputs["input_ids"])
-        others = {name: value for name, value in inputs.items() if name != "input_ids"}
-        return {**others, "inputs_embeds": put_in(embeddings, features, pictures)}
+    def _hidden(self, inputs: Mapping[str, Any], pictures: Placed) -> Tensor:
+        """(R, C, hidden) where the decoder ends."""
+        model, blank = self.causal.base_model, pictures.blank
+        tower = self._tower if pictures.pictures or blank else []
+        with (
+            self._rounded([*tower, *self._embeddings]),
+            with_pictures(model, inputs, pictures, self.computes_in) as inputs,
+        ):
+            zero = self._zero(blank) if blank else 0.0
+            decoder = model if pictures.pictures else _decoder(self.causal)
+            return decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state + zero
+
+    def _zero(self, blank: Shown) -> Tensor:
+        """Return 0, of which the features of a picture are a part."""
+        tensors = picture_tensors(blank.tensors, self.device, self.computes_in)
+        features: Any = self.causal.base_model.get_image_features(**tensors, return_dict=True)
+        return torch.cat(
+            [part.flatten()[:0] for part in tree_leaves(features) if torch.is_tensor(part)]
+        ).sum()
 
     def _rounded(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         return self._rounding.applied_to(modules) if self._rounding else nullcontext()

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rollout.engines.embedded.batch import Batch, Generation, Row
 from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
+from rollout.engines.embedded.picture_input import Placed, Shown, with_pictures
 from rollout.engines.short_model import short_model
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ BatchMaker = Callable[[PreTrainedModel], Batch]
 _PROMPTS = (3, 11, 1, 3)
 """Lengths of the prompts that are tried, in tokens; the last one joins the others midway."""
 _TOKENS = 8
+_SAID = 120
+"""Characters of an error that are said."""
 _WINDOW = 4
 """While padding is tried, attention windows are this short, so that the rows outgrow them."""
 _TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-4, torch.float64: 1e-5}
@@ -89,29 +92,46 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             setattr(config, name, size)
 
 
+def why_no_pictures(model: PreTrainedModel, example: Shown) -> str:
+    """Return why rows with a picture cannot be decoded together in a PaddedBatch; empty if they can."""
+    if not hasattr(model.base_model, "get_image_features"):
+        return f"a {type(model).__name__} has no part for them"
+    return _trouble(model, PaddedBatch, example)
+
+
 def _agrees(model: PreTrainedModel, make: BatchMaker) -> bool:
-    """Return whether rows that join and leave such a batch get the log-probabilities of plain
-    forward passes.
+    return not _trouble(model, make)
+
+
+def _trouble(model: PreTrainedModel, make: BatchMaker, picture: Shown | None = None) -> str:
+    """Return empty if rows that join and leave such a batch get the log-probabilities of plain forward
+    passes, else why not. `picture`: shown in each second prompt.
     """
     try:
-        rows = _generate(make(model), [_prompt(model, length) for length in _PROMPTS])
+        rows = _generate(make(model), [_prompt(model, length) for length in _PROMPTS], picture)
         errors, spreads = list[Tensor](), list[Tensor]()
         for row in rows:
             prompt = row.generation.prompt_ids
-            logprobs = _logprobs(model, prompt + row.token_ids)[len(prompt) - 1 : -1]
+            logprobs = _logprobs(model, prompt + row.token_ids, row.generation)[len(prompt) - 1 : -1]
             expected = logprobs.gather(1, torch.tensor(row.token_ids)[:, None])[:, 0]
             errors.append((torch.tensor(row.logprobs, dtype=torch.float64) - expected).abs())
             spreads.append(logprobs.std(-1))
-        return bool(torch.cat(errors).mean() <= _TOLERANCES[model.dtype] * torch.cat(spreads).mean())
+        is_right = bool(torch.cat(errors).mean() <= _TOLERANCES[model.dtype] * torch.cat(spreads).mean())
+        return "" if is_right else "rows that are decoded together score otherwise than alone"
     except Exception as error:  # a model's own code may raise anything, e.g. at a cache of another kind
         log.debug("%s does not work with this model", make, exc_info=error)
-        return False
+        return " ".join(f"{type(error).__name__}: {error}".split())[:_SAID]
 
 
-def _generate(batch: Batch, prompts: list[list[int]]) -> list[Row]:
+def _generate(batch: Batch, prompts: list[list[int]], picture: Shown | None) -> list[Row]:
     """Generate two rows of each prompt, of different lengths; the last prompt joins the others midway."""
     *first, last = [
-        Generation(prompt, 2, _TOKENS - number, 1.0, 1.0, (), seed=10 * number)
+        Generation(
+            [*prompt[:1], *picture.token_ids, *prompt[1:]] if picture and number % 2 else prompt,
+            *(2, _TOKENS - number, 1.0, 1.0, ()),
+            seed=10 * number,
+            pictures=[(picture, 1)] if picture and number % 2 else (),
+        )
         for number, prompt in enumerate(prompts)
     ]
     _take(batch, 0, *batch.join([row for generation in first for row in generation.rows]))
@@ -142,6 +162,13 @@ def _prompt(model: PreTrainedModel, length: int) -> list[int]:
     return [(5 + 7 * i + length) % size for i in range(length)]
 
 
-def _logprobs(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    """(L, V), float64, of a plain forward pass."""
-    return log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
+def _logprobs(model: PreTrainedModel, ids: list[int], generation: Generation | None = None) -> Tensor:
+    """(L, V), float64, of a plain forward pass. `generation`: of which they are a row."""
+    inputs = {"input_ids": torch.tensor([ids])}
+    if generation is None or not generation.pictures:
+        return log_softmax(model(**inputs, use_cache=False).logits[0].double(), -1)
+    places = torch.arange(len(ids))[None]
+    pictures = Placed(generation.pictures, answers=places >= len(generation.prompt_ids))
+    inputs["position_ids"] = places
+    with with_pictures(model.base_model, inputs, pictures, model.dtype) as inputs:
+        return log_softmax(model(**inputs, use_cache=False).logits[0].double(), -1)

@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Generation, Row
-from rollout.engines.embedded.batch_choice import batch_maker
+from rollout.engines.embedded.batch_choice import batch_maker, why_no_pictures
 from rollout.engines.embedded.padded import PaddedBatch
+from rollout.engines.embedded.picture_input import Shown
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import most_tokens, steady_tokens
@@ -85,6 +86,8 @@ class TorchEngine(threading.Thread):
         self._batch_maker = batch_maker(model)
         self._batch = self._batch_maker(model)
         self._adapter = MergedAdapter(model)
+        self._takes_no_pictures: str | None = None
+        """Why, once it has been tried."""
         self._waiting: deque[Row] = deque()
         self._paused = False
         self._drained: list[Future[None]] = []
@@ -92,11 +95,6 @@ class TorchEngine(threading.Thread):
         self._failure: Exception | None = None
         self.tokens = self.completions = 0
         """How many were generated and finished since the engine was started."""
-
-    @property
-    def pads(self) -> bool:
-        """Whether rows of any length are decoded together, which pictures need."""
-        return self._batch_maker is PaddedBatch
 
     @property
     def healthy(self) -> bool:
@@ -136,6 +134,10 @@ class TorchEngine(threading.Thread):
     def prompt_logprobs(self, token_ids: list[int]) -> "Future[list[float]]":
         """Logprobs, at temperature 1, of `token_ids[1:]`."""
         return self._call(lambda: self._batch.prompt_logprobs(token_ids))
+
+    def why_no_pictures(self, example: Shown) -> "Future[str]":
+        """Why the model cannot be shown pictures, found out by this one; empty if it can."""
+        return self._call(lambda: self._why_no_pictures(example))
 
     def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
         """Replace the weights. The new ones are read beside the old ones, which they replace only when they
@@ -268,9 +270,16 @@ class TorchEngine(threading.Thread):
         if self._adapter.is_there or not self._weights.take(model_dir):
             self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
             self._batch_maker = batch_maker(self._weights.model)  # its configuration may be another
+            self._takes_no_pictures = None
         model = self._weights.model
         self._model_dir = model_dir
         self._batch, self._adapter = self._batch_maker(model), MergedAdapter(model)
+
+    def _why_no_pictures(self, example: Shown) -> str:
+        if self._takes_no_pictures is None:
+            padding = "" if self._batch_maker is PaddedBatch else "padding changes the logits of its words"
+            self._takes_no_pictures = padding or why_no_pictures(self._batch.model, example)
+        return self._takes_no_pictures
 
     def _prove(
         self, model_dir: str | os.PathLike[str] | None, adapter_dir: str | os.PathLike[str] | None

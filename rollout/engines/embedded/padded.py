@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from rollout.engines.embedded.batch import Batch, Row, prefill_chunks
-from rollout.engines.embedded.picture_input import Shown, picture_features, placed, put_in
+from rollout.engines.embedded.picture_input import Placed, Shown, with_pictures
 
 
 class PaddedBatch(Batch):
@@ -30,8 +30,9 @@ class PaddedBatch(Batch):
         self._watch_routes(rows)
         self.rows += itertools.chain(*chunks)  # first, so that these requests fail too if the model fails
         for chunk in chunks:
-            cache, mask, last = self._prefill(chunk)
+            cache, mask, positions, last = self._prefill(chunk)
             logits.append(last)
+            self._positions = torch.cat([self._positions, positions])
             if len(self._mask):
                 length = max(mask.shape[1], self._mask.shape[1])
                 for mine, new in zip(_layers(self._cache), _layers(cache), strict=True):
@@ -50,7 +51,7 @@ class PaddedBatch(Batch):
             self._clear()
             return
         kept = torch.tensor(indices)
-        mask = self._mask[kept]
+        mask, self._positions = self._mask[kept], self._positions[kept]
         first = int(mask.any(0).int().argmax())  # the columns before are padding in all of them
         for layer in _layers(self._cache):
             layer.keys = layer.keys[kept, :, first:]
@@ -63,16 +64,17 @@ class PaddedBatch(Batch):
         output = self.model(
             input_ids=self._next[:, None],
             attention_mask=self._mask,
-            position_ids=self._mask.sum(1, keepdim=True) - 1,
+            position_ids=self._positions[:, None],
             past_key_values=self._cache,
             use_cache=True,
         )
+        self._positions = self._positions + 1
         self._keep_routes(self.rows, range(len(self.rows)), 1)
         return self._draw(0, output.logits[:, -1])
 
-    def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor]:
-        """Cache, mask and last logits (rows, V) of the rows' prompts. Each prompt is computed once for all
-        its rows.
+    def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+        """Cache and mask of the rows' prompts, the position of the token behind each (rows,), and the last
+        logits (rows, V). Each prompt is computed once for all its rows.
         """
         number_of = {
             generation: g for g, generation in enumerate(dict.fromkeys(row.generation for row in rows))
@@ -87,30 +89,25 @@ class PaddedBatch(Batch):
             mask[g, begin:] = 1
             shown += [(picture, g * width + begin + at) for picture, at in generation.pictures]
         cache = DynamicCache()
-        output = self.model(
-            **({"inputs_embeds": self._with_pictures(ids, shown)} if shown else {"input_ids": ids}),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        with with_pictures(self.model.base_model, inputs, Placed(shown), self.model.dtype) as inputs:
+            output = self.model(
+                **inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        positions = inputs["position_ids"]
+        if positions.ndim == 3:  # the first are not those by which tokens are told where they are
+            positions = positions[1:].amax(0)
         numbers = [number_of[row.generation] for row in rows]
         self._keep_routes(rows, numbers, width)
         kept = torch.tensor(numbers)
         for layer in _layers(cache):
             layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-        return cache, mask[kept], output.logits[kept, -1]
-
-    def _with_pictures(self, ids: Tensor, shown: Sequence[tuple[Shown, int]]) -> Tensor:
-        """(rows, L, hidden): embeddings of the ids, with the pictures' features in their places."""
-        pictures = placed(shown)
-        features = picture_features(self.model, pictures.pixels)
-        return put_in(self.model.get_input_embeddings()(ids), features, pictures)
+        return cache, mask[kept], positions[kept].amax(1) + 1, output.logits[kept, -1]
 
     def _clear(self) -> None:
         self._cache = DynamicCache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)  # (rows, length), 1 where there is a token
+        self._positions = torch.zeros(0, dtype=torch.long)  # (rows,) of the next token
         self._set_row_tensors()
 
 

@@ -39,6 +39,8 @@ from rollout.plugins import is_installed
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096
+_SAID = 300
+"""Characters of a library's error that are said."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 """What can sleep. Sleeping frees nothing here, because there is no GPU."""
 
@@ -54,9 +56,14 @@ class Server:
         self._adapter: str | None = None
         """The name of the adapter that is merged into the weights."""
         self._texts = Texts(model_dir)
+        self._reader: PictureReader | None = None
+        self._no_reader = "it has no part for them, or no processor, or Pillow is not installed"
         # Now: later this directory may be gone, with the weights that were read from it.
-        sees = takes_pictures(Path(model_dir)) and has_processor(Path(model_dir)) and is_installed("PIL")
-        self._reader = PictureReader(model_dir) if sees else None
+        if takes_pictures(Path(model_dir)) and has_processor(Path(model_dir)) and is_installed("PIL"):
+            try:
+                self._reader = PictureReader(model_dir)
+            except Exception as error:  # of files, of a missing library: what is no picture goes on without
+                self._no_reader = " ".join(f"its processor cannot be loaded: {error}".split())[:_SAID]
         self._reading = threading.Lock()
 
     def app(self) -> web.Application:
@@ -149,9 +156,12 @@ class Server:
     ) -> tuple[list[int], list[Shown], list[range]]:
         """Return the prompt with its pictures' tokens, the pictures, and where these tokens are."""
         pictures = protocol.pictures_of(body)
-        if self._reader is None or not self._engine.pads:
-            raise BadRequest(f"content_parts: {self._model_dir} is shown no pictures by the embedded engine")
         with self._reading:
+            reason = self._no_reader
+            if self._reader is not None:
+                reason = self._engine.why_no_pictures(self._reader.example).result()
+            if self._reader is None or reason:
+                raise BadRequest(f"content_parts: {self._model_dir} is shown no pictures here: {reason}")
             shown = [self._reader.read(data) for data in pictures]
             try:
                 expanded, places = self._reader.expanded(prompt_ids, shown)

@@ -11,9 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, weight_files
-from rollout.engines.model_facts import PICTURED, keep_frequencies
+from rollout.engines.model_facts import keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of config.json that may differ between versions of a model."""
@@ -79,7 +83,9 @@ class ModelWeights:
 
 def auto_model(model_type: str) -> Any:
     """Return what transformers loads models of a type with."""
-    return AutoModelForImageTextToText if model_type in PICTURED else AutoModelForCausalLM
+    takes_pictures = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    is_of_text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForImageTextToText if takes_pictures and not is_of_text else AutoModelForCausalLM
 
 
 def load_model(

@@ -146,7 +146,7 @@ def test_place_of_a_picture_in_words_is_an_error_that_names_the_task(
     config = json.loads((directory / "config.json").read_text())
 
     def look(token: int) -> list[str]:
-        seeing = {**config, "model_type": "llava", "image_token_index": token}
+        seeing = {**config, "image_token_index": token, "vision_config": {}}
         (directory / "config.json").write_text(json.dumps(seeing))
         return try_tasks(tasks, environment, directory, Sampling(), LocalTokenizer(directory))
 

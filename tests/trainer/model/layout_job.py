@@ -57,7 +57,8 @@ def run_rank(directory: Path, rank: int) -> None:
             with torch.no_grad():
                 next(iter(learner.parameters.values())).view(-1)[rank] += 0.5
         if batch.pictures:
-            learner.pictures = Pictures(directory / case["model"], directory / "images")
+            pictures = Pictures(directory / case["model"], directory / "images")
+            learner.see(pictures, settings.share_prompts)
         learner.take_over_lead()
         if settings.kl != "off":
             learner.load_reference(directory / "reference", settings)

@@ -51,7 +51,9 @@ class Seen:
     groups: list[list[Sample]]
 
 
-def asked(model: Path, images: Path, tasks: Sequence[dict[str, Any]]) -> list[Any]:
+def asked(
+    model: Path, images: Path, tasks: Sequence[dict[str, Any]], sampling: Sampling = SAMPLING
+) -> list[Any]:
     """What the engine makes of each task: its samples, or why it refuses it."""
 
     async def ask() -> list[Any]:
@@ -62,7 +64,7 @@ def asked(model: Path, images: Path, tasks: Sequence[dict[str, Any]]) -> list[An
             EngineClient(str(server.make_url("")).rstrip("/"), images=images) as client,
         ):
             work = [
-                single_turn(task, Policy(client, SAMPLING, 7 * k), SAMPLING) for k, task in enumerate(tasks)
+                single_turn(task, Policy(client, sampling, 7 * k), sampling) for k, task in enumerate(tasks)
             ]
             return await asyncio.gather(*work, return_exceptions=True)
 
@@ -96,7 +98,7 @@ def batch_of(groups: Sequence[Sequence[Sample]]) -> Batch:
 
 def learner_of(seen: Seen, settings: TrainerSettings = SETTINGS) -> Learner:
     learner = build_learner(seen.model, CPU, settings)
-    learner.pictures = Pictures(seen.model, seen.images)
+    learner.see(Pictures(seen.model, seen.images), share_prompts=True)
     return learner
 
 

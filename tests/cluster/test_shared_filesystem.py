@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.directory.layout import GUESTS
 from rollout.storage.delta import delta_name
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.cluster.faults import AGENT, TRAINER_RANK, children
@@ -114,6 +115,22 @@ def test_rollout_ends_with_the_same_trajectories(
     for iteration in (1, 2, 3):
         assert token_ids(nodes.cluster.groups(iteration)) == calm[iteration]
     assert [line["iteration"] for line in nodes.cluster.metrics()] == [1, 2, 3]
+
+
+def test_guest_helps_on_a_filesystem_with_all_of_it(
+    nodes: Nodes, engine_url: str, calm: dict[int, dict[int, list[list[int]]]]
+) -> None:
+    for faults in FAULTS.values():
+        nodes.shared.set(**faults)
+    cluster, (here, there) = nodes.cluster, nodes.shared.mounts
+    slow = ("rollout.environment=tests.cluster.plugins:slow", "rollout.concurrency=1")
+    cluster.start(0, *rollout(engine_url), *slow, root=here.path / "run")
+    cluster.start(GUESTS, "--name", "guest", role=["guest"], root=there.path / "run")
+    assert cluster.wait() == [0, 0], nodes.said()
+    makers = [{part["rank"] for part in cluster.manifest(number)["parts"]} for number in (1, 2, 3)]
+    assert {0, GUESTS} == set().union(*makers), nodes.said()
+    for iteration in (1, 2, 3):
+        assert token_ids(cluster.groups(iteration)) == calm[iteration]
 
 
 def test_training_goes_through_on_a_filesystem_with_all_of_it(nodes: Nodes) -> None:

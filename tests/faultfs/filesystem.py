@@ -163,6 +163,8 @@ class FaultyFilesystem(Operations):
             os.rename(self._at(path), self._at(new))
         self._changed(path)
         self._changed(new)
+        for below in [each for each in self._shown_s if each.startswith(f"{path}/")]:
+            self._shown_s[new + below.removeprefix(path)] = self._shown_s.pop(below)
         return 0
 
     @faulty

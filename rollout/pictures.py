@@ -60,6 +60,12 @@ def open_picture(data: bytes) -> "Image":
         return picture.convert("RGB")
 
 
+def image_url(data: bytes) -> dict[str, Any]:
+    """Return the part of a message that shows a picture, as the OpenAI API has it."""
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"  # which format: its bytes say
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def size_of(data: bytes) -> tuple[int, int]:
     """Return width and height of a checked picture."""
     with _opened(data) as picture:

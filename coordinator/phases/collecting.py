@@ -27,8 +27,8 @@ from coordinator.phases.node_share import Share, publish_pictures, slots_of
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from rollout.collect import Stopped
-from rollout.engines.model_facts import layers_with_experts
-from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
+from rollout.engines.model_facts import layers_with_experts, placeholder
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.pictures import PictureError
 from rollout.storage.retry import SharedFsError
 
@@ -177,15 +177,16 @@ def _engine(node: Node, share: Share) -> EngineAddress:
             node.engine.facts,
             may_force=is_corrected or share.kind == "eval",
             routed_layers=_routed_layers(base) if trainer.routing_replay and share.kind == "train" else (),
-            special_tokens=_marks(base),
+            **_marks(base),
         ),
     )
 
 
 @cache
-def _marks(model: Path) -> SpecialTokens:
-    """Return the special tokens of the model that the run started from: no training changes them."""
-    return read_special_tokens(model)
+def _marks(model: Path) -> dict[str, Any]:
+    """Return the facts of the model that the run started from: no training changes its tokens."""
+    token = placeholder(model)
+    return {"special_tokens": read_special_tokens(model), "placeholder": -1 if token is None else token}
 
 
 @cache

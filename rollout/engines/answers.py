@@ -31,6 +31,10 @@ class ContextFull(RequestRefused):
     """The prompt leaves no room in the engine's context."""
 
 
+class ExpansionChanged(RequestRefused):
+    """The engine makes other tokens of the pictures of a conversation than in its turn before."""
+
+
 class AdapterMissing(EngineError):
     """The engine has no such adapter (404). An engine that has just restarted will get it soon."""
 
@@ -53,6 +57,8 @@ class EngineFacts:
     """The layers of the model with experts, if it is asked which ones each token was routed to."""
     special_tokens: SpecialTokens = NO_SPECIAL_TOKENS
     """The special tokens of the model that it serves."""
+    placeholder: int = -1
+    """The token that stands for a picture in what it is asked; -1: the model is shown none."""
 
 
 def socket_of(base_url: str) -> str | None:

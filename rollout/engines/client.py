@@ -1,7 +1,6 @@
 """The client that asks a server for completions, vLLM or the embedded engine."""
 
 import asyncio
-import base64
 import json
 import math
 import time
@@ -28,7 +27,7 @@ from rollout.engines.answers import (
 )
 from rollout.engines.completion import Completion, completion_of, completion_request
 from rollout.origin import Sampling
-from rollout.pictures import digest_of
+from rollout.pictures import digest_of, image_url
 from rollout.storage import files
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class EngineClient:
         """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself. `images`:
         the directory of the run's pictures.
         """
-        self._images = images
+        self.images = images
         self.facts = facts
         self._base_url = base_url.rstrip("/")
         self._socket = socket_of(self._base_url)
@@ -207,17 +206,16 @@ class EngineClient:
 
     def _part(self, digest: str) -> dict[str, Any]:
         """Return a picture for a request. Raises RequestRefused if its file is missing or has changed."""
-        if self._images is None:
+        if self.images is None:
             raise RequestRefused(f"picture {digest}: this client knows no directory of pictures")
-        path = self._images / digest
+        path = self.images / digest
         try:
             data = files.read(path)
         except FileNotFoundError:
             raise RequestRefused(f"{path}: this picture is missing") from None
         if digest_of(data) != digest:
             raise RequestRefused(f"{path}: this picture has changed; remove it, and start the run again")
-        url = f"data:image/png;base64,{base64.b64encode(data).decode()}"  # which format: its bytes say
-        return {"type": "image_url", "image_url": {"url": url}}
+        return image_url(data)
 
     async def tokenize(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of chat messages (through the chat template, with the generation prompt), or of a text

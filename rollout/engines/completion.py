@@ -67,6 +67,14 @@ class Completion:
     """If logprobs were asked for: the text of each token, and the likeliest ones there with logprobs."""
 
 
+def asked_ids(token_ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) -> list[int]:
+    """Return tokens as an engine is asked: a placeholder alone for each picture."""
+    asked = list(token_ids)
+    for picture in reversed(pictures):
+        asked[picture.begin : picture.end] = [placeholder]
+    return asked
+
+
 def completion_request(
     prompt: str | Sequence[int], sampling: Sampling, special: SpecialTokens = NO_SPECIAL_TOKENS
 ) -> dict[str, Any]:

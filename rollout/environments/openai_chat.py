@@ -97,8 +97,8 @@ class ChatBody(GenerationBody):
 
 
 def check_chat(body: ChatBody) -> list[Message]:
-    """Return the messages, each with its content as one string and without empty fields. Raises BadRequest if
-    the request needs something that is not supported.
+    """Return the messages without empty fields, each with its content as one string, or as parts if it shows
+    pictures, which are data URIs. Raises BadRequest if the request needs something that is not supported.
     """
     for name, (neutral, hint) in _UNSUPPORTED.items():
         value = body.tool_choice if name == "tool_choice" else (body.model_extra or {}).get(name)
@@ -128,13 +128,21 @@ def _check_form(form: Mapping[str, Any], *, has_tools: bool) -> None:
 def _checked(number: int, message: Message) -> Message:
     """Return a message in one form. Raises BadRequest."""
     try:
-        checked = checked_message(message)
+        checked = checked_message(message, take=_data_uri)
         for call in message.get("tool_calls") or ():
             if "id" not in call or "arguments" not in call.get("function", ()):
                 raise ValueError("tool_calls: must be a list of calls, each with `id` and `arguments`")
     except ValueError as error:
         raise BadRequest(f"messages.{number}.{error}") from error
     return checked
+
+
+def _data_uri(value: Any) -> str:
+    """Return the data URI of a picture: an agent names no file of this machine, and nothing is fetched."""
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise ValueError(f"image_url: must be data:image/...;base64,..., got {url!r:.60}")
+    return url
 
 
 def reply_of(turn: Completion) -> Message:

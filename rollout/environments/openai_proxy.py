@@ -148,7 +148,7 @@ class Session:
         policy = self._policy.with_tools(tools) if tools else self._policy
         repeated, known = self._find(digests[:-1])
         parent = repeated
-        if parent and await policy.rewrites(messages, parent.episode.token_ids):
+        if parent and await policy.rewrites(messages, parent.episode.asked_ids):
             parent, known = None, 0
         turns = parent.episode.turns if parent else []
         first, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + n
@@ -220,7 +220,7 @@ class Session:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = parse_body(ChatBody, await request.read())
-        messages = check_chat(body)
+        messages = await self._policy.with_pictures(check_chat(body))
         for name in IGNORED:
             runs = getattr(self._policy.sampling, name, 0)
             if (body.model_extra or {}).get(name) not in (None, runs):

@@ -14,7 +14,7 @@ from rollout.environments.outside import lost
 from rollout.environments.policy import Episode, Policy, warn_once
 from rollout.environments.text_gym import MOST_TURNS
 from rollout.origin import Sampling
-from rollout.tasks.openenv import SOURCE, rotated, schema_at, text_of, urls_of
+from rollout.tasks.openenv import SOURCE, content_of, rotated, schema_at, urls_of
 from rollout.tasks.openenv_client import ServerFault, Session
 from rollout.tasks.parameters import parse
 from rollout.tasks.task_set import Task
@@ -60,7 +60,7 @@ async def _played(task: Task, episode: Episode, session: Session) -> Sample:
     answer = await session.reset({**spec["reset"], "seed": task["seed"]})
     metrics, turns, is_cut = {}, 0, False
     while not (answer.done or is_cut) and turns < MOST_TURNS:
-        observed = text_of(answer.fields, spec["observation"])
+        observed = await asyncio.to_thread(content_of, answer.fields, spec["observation"])
         turn = await episode.generate([{"role": "user", "content": observed}])
         is_cut = turn.finish_reason == "length"  # the budget of tokens, or the context, is used up
         answer = await session.step({spec["action"]: turn.text})

@@ -1,10 +1,12 @@
 """The model, as environments use it: single generations, and conversations that grow token by token."""
 
+import asyncio
 import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,15 @@ from numpy.typing import NDArray
 from typing_extensions import TypeIs
 
 from rollout.counter_rng import later
-from rollout.engines.answers import ContextFull, RequestRefused
+from rollout.engines.answers import ContextFull, ExpansionChanged, RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.engines.completion import Completion
+from rollout.engines.completion import Completion, asked_ids
 from rollout.environments.chat import ChatTemplate
 from rollout.environments.tool_calls import Tool
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in, shown_text
-from rollout.tasks.messages import Message, checked_tools, without_answer
+from rollout.tasks.messages import Message, checked_tools, has_unnamed, with_digests, without_answer
+from rollout.tasks.pictures import publish_picture
 from rollout.tasks.task_set import Task, TaskError
 from rollout.trajectory import Sample, Turn
 
@@ -107,11 +110,12 @@ class Policy:
         max_tokens: int | None = None,
         stop: Iterable[str] = (),
         more: Mapping[str, Any] | None = None,
+        pictures: Sequence[str] = (),
     ) -> list[Completion]:
         """`n` completions of a text, of token ids, or of chat messages. `max_tokens` can only lower the
-        setting; `stop` adds to the setting's strings; `more` is that of Sampling. Raises RequestRefused
-        (e.g. if the prompt is too long, or if the model's chat template knows no tools) or another
-        EngineError.
+        setting; `stop` adds to the setting's strings; `more` is that of Sampling. `pictures`: the digests of
+        those that token ids have a placeholder for. Raises RequestRefused (e.g. if the prompt is too long, or
+        if the model's chat template knows no tools) or another EngineError.
         """
         if "response_format" in (more or {}) and not self._client.facts.may_force:
             raise RequestRefused(
@@ -127,15 +131,31 @@ class Policy:
             stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
             more=more or {},
         )
+        if _is_chat(prompt):
+            prompt = await self.with_pictures(prompt)
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         turns = turns_of(prompt)  # now: an environment may go on with the same list
-        pictures: dict[str, Any] = {}
-        if _is_chat(prompt) and (shown := pictures_in(prompt)):
-            pictures = {"pictures": shown}
-        completions = await self._client.generate(tokens_or_text, sampling, **pictures)
+        shown = pictures_in(prompt) if _is_chat(prompt) else pictures
+        asked: dict[str, Any] = {"pictures": shown} if shown else {}
+        completions = await self._client.generate(tokens_or_text, sampling, **asked)
         return [
             await self._template.read(replace(completion, turns_before=turns)) for completion in completions
         ]
+
+    async def with_pictures(self, messages: Messages) -> Messages:
+        """Return messages whose pictures are files of the run, named by their digests. A part of a content is
+        {"type": "image", "image": ...}, with bytes, a path, a data URI, a picture of PIL or an array (height,
+        width, 3) of uint8, or an `image_url` of the OpenAI API. Raises RequestRefused.
+        """
+        if not any(map(has_unnamed, messages)):
+            return messages
+        if self._client.images is None:
+            raise RequestRefused("content: a picture, and this client knows no directory of pictures")
+        take = partial(publish_picture, directory=self._client.images)
+        try:
+            return await asyncio.to_thread(with_digests, messages, take)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
 
     async def tokenize(self, text: str | Messages) -> list[int]:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
@@ -160,12 +180,17 @@ class Policy:
         return await self._client.prompt_logprobs(token_ids)
 
     async def rewrites(self, messages: Messages, token_ids: Sequence[int]) -> bool:
-        """Return whether the messages, which continue these tokens, have to be rendered anew by the chat
-        template: it gives them another beginning, and `sampling.history` is `template`.
+        """Return whether the messages, which continue these tokens (Episode.asked_ids), have to be rendered
+        anew by the chat template: it gives them another beginning, and `sampling.history` is `template`.
         """
         if self.sampling.history != "template":
             return False
         return (await self._template.prompt(messages))[: len(token_ids)] != list(token_ids)
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a picture; -1: the model is shown none."""
+        return self._client.facts.placeholder
 
     async def continuation(self, new: Prompt, after: Completion) -> list[int]:
         """Token ids to append after a completion; see Episode.generate."""
@@ -195,6 +220,12 @@ class Episode:
         return self.turns[-1].prompt_ids + self.turns[-1].token_ids if self.turns else []
 
     @property
+    def asked_ids(self) -> list[int]:
+        """All tokens so far as the engine is asked for the next ones: a placeholder for each picture."""
+        pictures = self.turns[-1].pictures if self.turns else ()
+        return asked_ids(self.token_ids, pictures, self._policy.placeholder)
+
+    @property
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
         return self._policy.sampling.max_tokens - sum(len(turn.token_ids) for turn in self.turns)
@@ -212,25 +243,39 @@ class Episode:
         token ids (appended as they are). Generated tokens are never tokenised again.
 
         The turn ends (`length`) where the budget or the engine's context does. If there is no room at all, it
-        is empty and nothing is appended. So a conversation only has to stop at `length`.
+        is empty and nothing is appended. So a conversation only has to stop at `length`. The same holds after
+        a turn that has the token for a picture: behind it nobody could tell where the pictures are.
         Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages, and
         another EngineError if the engine fails.
         """
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)
-        elif (left := self.tokens_left) <= 0:
+        elif (left := self.tokens_left) <= 0 or self._policy.placeholder in self.turns[-1].token_ids:
             turn = self._out_of_room()
         else:
+            last = self.turns[-1]
+            pictures = [picture.digest for picture in last.pictures]
+            if _is_chat(new):
+                new = await self._policy.with_pictures(new)
+                pictures += pictures_in(new)
             limit, turns = left if max_tokens is None else min(max_tokens, left), turns_of(new)
-            token_ids = self.token_ids + await self._policy.continuation(new, after=self.turns[-1])
+            token_ids = self.asked_ids + await self._policy.continuation(new, after=last)
             try:
-                (turn,) = await self._policy.generate(token_ids, max_tokens=limit, stop=stop, more=more)
+                (turn,) = await self._policy.generate(
+                    token_ids, max_tokens=limit, stop=stop, more=more, pictures=pictures
+                )
                 turn = replace(turn, turns_before=turns)
             except RequestRefused as error:
                 if more and not isinstance(error, ContextFull):  # it may be for what else is asked
                     raise
                 warn_once("refused", f"a conversation ends after {len(self.turns)} turns: {error}")
                 turn = self._out_of_room()
+            is_same = [*turn.pictures[: len(last.pictures)]] == [*last.pictures]
+            if pictures and not (is_same and turn.prompt_ids[: len(self.token_ids)] == self.token_ids):
+                raise ExpansionChanged(
+                    f"turn {len(self.turns)}: the engine makes other tokens of the {len(last.pictures)} "
+                    "pictures before it than it did; its processor must be the same all the time"
+                )
         self.turns.append(turn)
         return turn
 
@@ -246,7 +291,7 @@ class Episode:
         return sample
 
     def _out_of_room(self) -> Completion:
-        return Completion(self.token_ids, [], [], "", "length")
+        return Completion(self.token_ids, [], [], "", "length", pictures=self.turns[-1].pictures)
 
 
 def sample_of(*turns: Completion) -> Sample:
@@ -278,7 +323,7 @@ def sample_of(*turns: Completion) -> Sample:
         text=last.text,
         metrics={"unread_calls": float(sum(unread))} if unread else {},
         turns=[shown for turn in turns for shown in (*turn.turns_before, _generated(turn))],
-        pictures=[*turns[0].pictures],
+        pictures=[*last.pictures],
         routes=_routes(turns, len(token_ids)),
     )
 

@@ -1,4 +1,4 @@
-"""Play a text environment with Gymnasium's interface: --environment gym:MODULE:CLASS.
+"""Play an environment with Gymnasium's interface: --environment gym:MODULE:CLASS.
 
 Each observation is a message of the user, each action what the model replies. The reward of a sample is the
 sum of its steps' rewards. A process plays one sample at a time.
@@ -91,7 +91,7 @@ def make_player(name: str, loaded: dict[str, Any]) -> Callable[..., Any]:
 def _episode(
     environment: TextEnvironment, seed: int | None, options: Any, base_url: str, api_key: str
 ) -> dict[str, Any]:
-    messages = [{"role": "user", "content": environment.reset(seed, options)}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": environment.reset(seed, options)}]
     rewards: list[float] = []
     metrics: dict[str, float] = {}
     ends = False
@@ -106,7 +106,7 @@ def _episode(
     return {"reward": sum(rewards), "turn_rewards": rewards, "metrics": metrics}
 
 
-def _reply(messages: list[dict[str, str]], base_url: str, api_key: str) -> tuple[str, bool]:
+def _reply(messages: list[dict[str, Any]], base_url: str, api_key: str) -> tuple[str, bool]:
     """Return what the model says, and whether it was cut."""
     request = urllib.request.Request(
         f"{base_url}/chat/completions",

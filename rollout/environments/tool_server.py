@@ -26,12 +26,13 @@ class ToolServer:
         self._client = client
         self._name = name
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what a tool says, as text for the model: its result, or what is wrong with the call, such as
-        that it takes too long. Raises ToolServerError if the server has ended.
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """Return what a tool says to the model, as the content of a message: its result, with the pictures
+        that it shows, or what is wrong with the call, such as that it takes too long. Raises ToolServerError
+        if the server has ended.
         """
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, TextContent
+        from mcp.types import CONNECTION_CLOSED, ImageContent, TextContent
 
         try:
             result = await self._client.call_tool(name, arguments)
@@ -41,13 +42,18 @@ class ToolServer:
             return f"error: {error}"
         except RuntimeError as error:  # a result that is not what the tool promises
             return f"error: {error}"
+        shown = [block.data for block in result.content if isinstance(block, ImageContent)]
         texts = [
-            block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content
+            block.text if isinstance(block, TextContent) else f"[{block.type}]"
+            for block in result.content
+            if not isinstance(block, ImageContent)
         ]
         text = "\n".join(texts)
         if len(text) > RESULT_CHARACTERS:
             text = f"{text[:RESULT_CHARACTERS]}\n[{len(text) - RESULT_CHARACTERS} more characters]"
-        return f"error: {text}" if result.is_error else text
+        text = f"error: {text}" if result.is_error else text
+        pictures = [{"type": "image", "image": f"data:image/png;base64,{data}"} for data in shown]
+        return [*([{"type": "text", "text": text}] if text else []), *pictures] if pictures else text
 
     async def answer(self, turn: Completion) -> list[Message]:
         """Return the messages that answer the calls of a turn, which are made at the same time. They are what

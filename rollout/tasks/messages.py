@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollout.pictures import is_digest
+
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the model's chat template (`tool_call_id`, `name` ...)."""
 Task = dict[str, Any]
@@ -45,9 +47,9 @@ def checked_message(message: Any, take: Callable[[Any], str] | None = None) -> M
     words = next((name for name in WORDS if name in message), "content")
     content = message.pop(words, None)
     if isinstance(content, list) and take and any(map(_is_picture, content)):
-        if message["role"] != "user":
+        if message["role"] not in ("user", "tool"):
             raise ValueError(
-                f"content: a picture in a message of the {message['role']}; give it to the user's"
+                f"content: a picture in a message of the {message['role']}; give it to the user's or a tool's"
             )
         content = [_checked_part(part, take) for part in content]
     elif isinstance(content, list):
@@ -79,6 +81,23 @@ def _is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
+def with_digests(messages: Sequence[Message], take: Callable[[Any], str]) -> Sequence[Message]:
+    """Return messages whose pictures are named by the digests that `take` returns: the same ones if they are
+    already. Raises ValueError, as `checked_message`.
+    """
+    named = [checked_message(message, take) if has_unnamed(message) else message for message in messages]
+    if any(map(has_unnamed, named)):
+        raise ValueError("content: a part of the type image shows none; give it as `image`")
+    return named
+
+
+def has_unnamed(message: Message) -> bool:
+    """Return whether a message shows a picture that is not yet named by its digest."""
+    content = message.get("content")
+    parts = filter(_is_picture, content) if isinstance(content, list) else ()
+    return any(not is_digest(part.get("image")) for part in parts)
+
+
 def _checked_part(part: Any, take: Callable[[Any], str]) -> dict[str, str]:
     """Return a part of a content that shows pictures: a text, or the digest of a picture; without a digest if
     the picture is in the column `images`.
@@ -87,13 +106,18 @@ def _checked_part(part: Any, take: Callable[[Any], str]) -> dict[str, str]:
         if not _is_text(part):
             raise ValueError("content: only parts of the types text, image and image_url are supported")
         return {"type": "text", "text": part["text"]}
-    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name)), None)
+    values = (part.get(name) for name in ("image", "image_url", "url", "path"))
+    value = next(filter(_is_given, values), None)
     if value is None:
         return {"type": "image"}
     try:
         return {"type": "image", "image": take(value)}
     except ValueError as error:
         raise ValueError(f"content: {error}") from error
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and (bool(value) if isinstance(value, str | bytes | dict) else True)
 
 
 def _of_share_gpt(message: Mapping[str, Any]) -> Message:

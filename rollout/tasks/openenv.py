@@ -12,9 +12,13 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
+from rollout.pictures import image_url
 from rollout.tasks.openenv_client import ServerFault, Session, excerpt, schema_of
 from rollout.tasks.parameters import SIZE, parse
-from rollout.tasks.text_gym import LOAD_TIMEOUT_S, STEP_TIMEOUT, limit_of, seeds_of
+from rollout.tasks.pictures import png
+from rollout.tasks.text_gym import LOAD_TIMEOUT_S, STEP_TIMEOUT, Content, content_with, limit_of, seeds_of
 
 SOURCE = "openenv:"
 SCHEMA_TIMEOUT_S = 30.0
@@ -26,7 +30,7 @@ AT_ONCE = 8
 RESET = "reset."
 """How parameters begin that are arguments of `reset`."""
 JOIN = "+"
-"""Joins the fields of an observation that the model reads."""
+"""Joins the fields of an observation that the model reads, or sees."""
 
 
 def openenv_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
@@ -58,10 +62,10 @@ def openenv_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> l
             "id": f"{name}/{number}",
             "source": name,
             "seed": task_seed,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": content}],
             "openenv": spec,
         }
-        for (number, task_seed), text in zip(seeds.items(), observations, strict=True)
+        for (number, task_seed), content in zip(seeds.items(), observations, strict=True)
     ]
 
 
@@ -100,16 +104,25 @@ def schema_at(name: str) -> dict[str, Any]:
     return first
 
 
-def text_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return what the model reads of an observation. ServerFault if that is no text."""
-    for name in names:
-        if not isinstance(fields.get(name), str):
-            raise ServerFault(f"the observation's {name} is {excerpt(fields.get(name))}; it must be a text")
-        try:
-            fields[name].encode()
-        except UnicodeEncodeError:
-            raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
-    return "\n".join(fields[name] for name in names)
+def content_of(fields: Mapping[str, Any], names: Sequence[str]) -> Content:
+    """Return what the model reads of an observation, and sees. ServerFault if that is no text, and no
+    picture as rows of pixels of three numbers.
+    """
+    return content_with([_part(name, fields.get(name)) for name in names])
+
+
+def _part(name: str, value: Any) -> dict[str, Any]:
+    try:
+        if isinstance(value, list):
+            return image_url(png(np.array(value, np.uint8)))
+        if isinstance(value, str):
+            value.encode()
+            return {"type": "text", "text": value}
+    except UnicodeEncodeError:
+        raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ServerFault(f"the observation's {name} is no picture: {excerpt(error)}") from None
+    raise ServerFault(f"the observation's {name} is {excerpt(value)}; it must be a text, or rows of pixels")
 
 
 def _action(schema: Mapping[str, Any], chosen: str | None) -> str:
@@ -127,7 +140,10 @@ def _action(schema: Mapping[str, Any], chosen: str | None) -> str:
 
 def _observation(schema: Mapping[str, Any], chosen: str | None) -> list[str]:
     fields = schema["observation"]["properties"]
-    return [_chosen("observation", fields, field) for field in (chosen.split(JOIN) if chosen else [None])]
+    return [
+        field if field and _is_picture(fields.get(field)) else _chosen("observation", fields, field)
+        for field in (chosen.split(JOIN) if chosen else [None])
+    ]
 
 
 def _chosen(role: str, fields: Mapping[str, Any], chosen: str | None) -> str:
@@ -150,23 +166,31 @@ def _is_text(field: Any) -> bool:
     return "string" in kinds and not {"enum", "const"} & field.keys()
 
 
+def _is_picture(field: Any) -> bool:
+    """Return whether a field is a list of lists of lists."""
+    for _ in range(3):
+        kinds = [] if field is None else field.get("anyOf", [field])
+        field = next((kind.get("items") for kind in kinds if kind.get("type") == "array"), None)
+    return field is not None
+
+
 @functools.lru_cache(maxsize=4)
-def _observations(spec: str, seeds: tuple[int, ...]) -> list[str]:
+def _observations(spec: str, seeds: tuple[int, ...]) -> list[Content]:
     """Return the first observation of each seed."""
     return asyncio.run(_observed(json.loads(spec), seeds))
 
 
-async def _observed(spec: Mapping[str, Any], seeds: Sequence[int]) -> list[str]:
+async def _observed(spec: Mapping[str, Any], seeds: Sequence[int]) -> list[Content]:
     urls = urls_of(spec["name"])
     places = asyncio.Semaphore(AT_ONCE * len(urls))
 
-    async def observe(number: int, seed: int) -> str:
+    async def observe(number: int, seed: int) -> Content:
         session = Session(rotated(urls, number), spec[STEP_TIMEOUT], busy_s=BUSY_S)
         async with places, session:
             answer = await session.reset({**spec["reset"], "seed": seed})
         if answer.done:
             raise ValueError(f"{session.url}: the episode with seed {seed} is done before the first action")
-        return text_of(answer.fields, spec["observation"])
+        return await asyncio.to_thread(content_of, answer.fields, spec["observation"])
 
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):

@@ -29,6 +29,8 @@ CLOSE_S, HANG_UP_S = 5.0, 0.5
 """How long a server may take to end a session, whose place the next one may need, and to say goodbye."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 """Between two tries to get a session of a server that has no more of them."""
+MOST_BYTES = 2**26
+"""Of an answer: a picture of a million pixels is about 12 MB as lists of numbers."""
 EXCERPT = 300
 """Characters of what a server says that an error shows."""
 
@@ -143,7 +145,9 @@ class Session:
             try:
                 async with asyncio.timeout(self._limit_s):
                     times = aiohttp.ClientWSTimeout(ws_close=HANG_UP_S)  # pyright: ignore[reportCallIssue]
-                    self._socket = await self._http.ws_connect(f"{url}/ws", timeout=times)
+                    self._socket = await self._http.ws_connect(
+                        f"{url}/ws", timeout=times, max_msg_size=MOST_BYTES
+                    )
                 self.url, self._next = url, asyncio.create_task(self._socket.receive())
                 return
             except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError

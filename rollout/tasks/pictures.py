@@ -1,7 +1,10 @@
-"""Take the pictures of tasks: each is checked once, and known by its digest until a node publishes it."""
+"""Take pictures: those of tasks are checked once, and known by their digests until a node publishes them.
+Those of environments are published at once.
+"""
 
 import base64
 import binascii
+import io
 import os
 import stat
 import tempfile
@@ -10,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.pictures import MAX_BYTES, PictureError, check_picture, digest_of
+import numpy as np
+
+from rollout.pictures import MAX_BYTES, PictureError, check_picture, digest_of, is_digest
 from rollout.processes.killable_rewards import missing
 from rollout.storage import files, once
 
@@ -42,26 +47,9 @@ class Pictures:
         """Return the digest of a picture: bytes, a data URI, a path, below `folder` if it does not begin with
         /, or {"bytes": ..., "path": ...} as `datasets` has it. Raises PictureError.
         """
-        if reason := missing("PIL", "pictures"):
-            raise PictureError(reason)
-        if isinstance(value, Mapping):
-            value = value.get("bytes") or value.get("url") or value.get("path")
-        if isinstance(value, bytes):
-            return self._take_bytes(value)
-        if not isinstance(value, str) or not value:
-            raise PictureError("must be a path, bytes, or a text that begins with data:image/")
-        if value.startswith(_DATA):
-            return self._take_bytes(_decoded(value))
-        if "://" in value[:16]:
-            raise PictureError(
-                f"{value:.80}: nothing is fetched for a task; save it as a file, give its path"
-            )
-        path = Path(value)
-        if not path.is_absolute() and folder is None:
-            raise PictureError(
-                f"{value:.80}: there is no folder that this path begins in; give the whole path"
-            )
-        path = (folder or Path()) / path
+        path = _given(value, folder)
+        if isinstance(path, bytes):
+            return self._take_bytes(path)
         if path not in self._digests:
             data = _read(path)
             try:
@@ -101,14 +89,71 @@ class Pictures:
         """Write a picture into `directory` under its digest, unless it is there. Raises PictureError if
         something else is there.
         """
-        if digest in self._published:
-            return
-        path = directory / digest
-        if not self._published:
-            files.make_directory(directory)
-        if not once.create_once(path, self.read(digest)):
-            raise PictureError(f"{path}: does not hold the picture that its name says; remove it")
-        self._published.add(digest)
+        if digest not in self._published:
+            _publish(digest, self.read(digest), directory)
+            self._published.add(digest)
+
+
+def publish_picture(value: Any, directory: Path) -> str:
+    """Return the digest of a picture, which is a file in `directory` then: of one as `Pictures.take` has it,
+    of a picture of PIL, or of an array (height, width, 3) of uint8. Raises PictureError.
+    """
+    if is_digest(value):
+        return value
+    data = _given(value, Path())
+    data = data if isinstance(data, bytes) else _read(data)
+    digest = digest_of(data)
+    if not files.exists(directory / digest):  # what is there has been checked
+        check_picture(data)
+        _publish(digest, data, directory)
+    return digest
+
+
+def _publish(digest: str, data: bytes, directory: Path) -> None:
+    path = directory / digest
+    files.make_directory(directory)
+    if not once.create_once(path, data):
+        raise PictureError(f"{path}: does not hold the picture that its name says; remove it")
+
+
+def _given(value: Any, folder: Path | None) -> bytes | Path:
+    """Return the bytes that a value holds, or the path that it names. Raises PictureError."""
+    if reason := missing("PIL", "pictures"):
+        raise PictureError(reason)
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("url") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if hasattr(value, "__array_interface__"):
+        return png(value)
+    if not isinstance(value, str | Path) or not (text := str(value)):
+        raise PictureError("must be a path, bytes, or a text that begins with data:image/")
+    if text.startswith(_DATA):
+        return _decoded(text)
+    if "://" in text[:16]:
+        raise PictureError(f"{text:.80}: nothing is fetched; save it as a file, give its path")
+    if not Path(text).is_absolute() and folder is None:
+        raise PictureError(f"{text:.80}: there is no folder that this path begins in; give the whole path")
+    return (folder or Path()) / text
+
+
+def png(shown: Any) -> bytes:
+    """Return the file of a picture of PIL, or of an array (height, width, 3) of uint8; or PictureError."""
+    from PIL import Image
+
+    if not isinstance(shown, Image.Image):
+        array = np.asarray(shown)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
+            raise PictureError(
+                f"an array {array.shape} of {array.dtype}; it must be (height, width, 3) of uint8"
+            )
+        shown = Image.fromarray(array)
+    file = io.BytesIO()
+    try:
+        shown.save(file, "PNG")
+    except OSError as error:  # PNG does not have its colours
+        raise PictureError(str(error)) from error
+    return file.getvalue()
 
 
 def _read(path: Path) -> bytes:

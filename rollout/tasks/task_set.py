@@ -17,7 +17,7 @@ from rollout.settings import GENERATED
 from rollout.tasks import reasoning_gym
 from rollout.tasks.fields import task_of
 from rollout.tasks.file_kinds import HUB, RowError, place
-from rollout.tasks.messages import with_system_prompt
+from rollout.tasks.messages import with_digests, with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
 from rollout.tasks.pictures import Pictures
 from rollout.tasks.read_rows import rows
@@ -131,6 +131,9 @@ def load_tasks(
             tasks = BUILT_IN[source](seed, split, pictures)
         else:
             tasks = FROM_LIBRARIES[kind](parameters, seed, split)
+            for task in tasks:
+                if "messages" in task:
+                    task["messages"] = with_digests(task["messages"], partial(pictures.take, folder=None))
         tasks = [with_system_prompt(task, system_prompt) for task in tasks]
     except ValueError as error:
         raise TaskError(f"{source}: {error}") from error

@@ -1,4 +1,4 @@
-"""Tasks of text environments with Gymnasium's interface: their first observations, by seed.
+"""Tasks of environments with Gymnasium's interface: their first observations, by seed.
 
     --tasks gym:MODULE:CLASS,PARAMETER=VALUE,... --environment gym:MODULE:CLASS
 
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from rollout.pictures import PictureError, image_url
 from rollout.plugins import load_function, sources
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
 from rollout.tasks.parameters import SIZE, parse
+from rollout.tasks.pictures import png
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ STEP_TIMEOUT_S = 60.0
 """Its default."""
 KILLED_S = 5.0
 """How long a call may go on then before its process is ended."""
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts, with pictures as the OpenAI API has them."""
 DEFAULT_SIZE = 500
 EVALUATION = 10
 """One seed in 10 belongs to evaluation."""
@@ -47,10 +51,10 @@ def text_gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> 
             "id": f"{name}/{number}",
             "source": name,
             "seed": task_seed,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": content}],
             "gym": {"name": name, "parameters": parameters, STEP_TIMEOUT: limit_s},
         }
-        for (number, task_seed), text in zip(seeds.items(), observations, strict=True)
+        for (number, task_seed), content in zip(seeds.items(), observations, strict=True)
     ]
 
 
@@ -73,6 +77,16 @@ def seeds_of(parameters: dict[str, Any], label: str, split: Literal["train", "ev
     return {number: _seed(f"{label}/{number}") for number in numbers}
 
 
+def content_with(parts: list[dict[str, Any]]) -> Content:
+    """Return the content of these parts. Texts that follow each other are lines of one."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if content and part["type"] == content[-1]["type"] == "text":
+            part = {"type": "text", "text": f"{content.pop()['text']}\n{part['text']}"}
+        content.append(part)
+    return content[0]["text"] if [part["type"] for part in content] == ["text"] else content
+
+
 def code_behind(name: str) -> dict[str, tuple[str, str]]:
     """Return the source of the environment's class, by module, as this process has loaded it. Raises
     ValueError if there is no such class.
@@ -85,7 +99,7 @@ def _seed(text: str) -> int:
 
 
 @functools.lru_cache(maxsize=4)
-def _observations(name: str, parameters: str, limit_s: float, seeds: tuple[int, ...]) -> list[str]:
+def _observations(name: str, parameters: str, limit_s: float, seeds: tuple[int, ...]) -> list[Content]:
     pool = ProcessPool(f"{__name__}:make_resetter", size=1, say=functools.partial(_say, name))
     try:
         return pool.call(name, json.loads(parameters), limit_s, seeds, deadline_s=LOAD_TIMEOUT_S)
@@ -102,10 +116,10 @@ def _say(name: str, line: str) -> None:
 # ---- in the processes
 
 
-def make_resetter() -> Callable[..., list[str]]:
+def make_resetter() -> Callable[..., list[Content]]:
     """Make (name, parameters, limit of a step, seeds) -> the first observations."""
 
-    def observe(name: str, parameters: dict[str, Any], limit_s: float, seeds: list[int]) -> list[str]:
+    def observe(name: str, parameters: dict[str, Any], limit_s: float, seeds: list[int]) -> list[Content]:
         environment = TextEnvironment(name, parameters, limit_s)
         observations = [environment.reset(seed, None) for seed in seeds]
         environment.close()
@@ -124,15 +138,15 @@ class TextEnvironment:
         with _limited("making the environment", limit_s):
             self._environment = load_function(name, make=False)(**parameters)
 
-    def reset(self, seed: int | None, options: dict[str, Any] | None) -> str:
+    def reset(self, seed: int | None, options: dict[str, Any] | None) -> Content:
         """Return the first observation."""
         with _limited("reset", self._limit_s):
             answer = self._environment.reset(seed=seed, options=options)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise ValueError(f"reset returned {answer!r:.200}; it must return observation, info")
-        return _text(answer[0], "reset")
+        return self._content(answer[0], "reset")
 
-    def step(self, action: str) -> tuple[str, float, bool, dict[str, float]]:
+    def step(self, action: str) -> tuple[Content, float, bool, dict[str, float]]:
         """Return the observation, the reward, whether the episode ends, and `info["metrics"]`."""
         with _limited("step", self._limit_s):
             answer = self._environment.step(action)
@@ -146,7 +160,17 @@ class TextEnvironment:
         if not math.isfinite(float(reward)):
             raise ValueError(f"step returned the reward {float(reward)}; it must be finite")
         metrics = {str(key): float(value) for key, value in ((info or {}).get("metrics") or {}).items()}
-        return ("" if ends else _text(observation, "step")), float(reward), ends, metrics
+        return ("" if ends else self._content(observation, "step")), float(reward), ends, metrics
+
+    def _content(self, observation: Any, where: str) -> Content:
+        """Return what the model is shown: a text, a picture (an array), or what a dict has of them. With
+        `render_mode` rgb_array, as in Gymnasium, what `render` returns comes last.
+        """
+        shown = [*observation.values()] if isinstance(observation, dict) else [observation]
+        if getattr(self._environment, "render_mode", None) == "rgb_array":
+            with _limited("render", self._limit_s):
+                shown = [value for value in shown if isinstance(value, str)] + [self._environment.render()]
+        return content_with([_part(value, where) for value in shown])
 
     def close(self) -> None:
         """Close it, if it can be closed."""
@@ -155,12 +179,18 @@ class TextEnvironment:
                 self._environment.close()
 
 
-def _text(observation: Any, where: str) -> str:
-    if not isinstance(observation, str):
+def _part(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if not hasattr(value, "__array_interface__"):
         raise ValueError(
-            f"{where} returned an observation of type {type(observation).__name__}; it must be a text"
+            f"{where} returned an observation of type {type(value).__name__}; it must be a text, or a "
+            "picture: an array (height, width, 3) of uint8"
         )
-    return observation
+    try:
+        return image_url(png(value))
+    except PictureError as error:
+        raise ValueError(f"{where} returned an observation that is no picture: {error}") from None
 
 
 @contextmanager

@@ -154,7 +154,10 @@ def _row(task: Any) -> dict[str, Any]:
     if isinstance(data.prompt, str):
         messages.append({"role": "user", "content": data.prompt})
     for message in data.prompt if isinstance(data.prompt, list) else ():
-        messages.append({"role": message.role, "content": content_text(message.content)})
+        parts = [] if isinstance(message.content, str | None) else message.content
+        shows = any(part.type == "image_url" for part in parts)
+        content = [part.model_dump() for part in parts] if shows else content_text(message.content)
+        messages.append({"role": message.role, "content": content})
     messages = messages or [{"role": "user", "content": NOTHING_SAID}]
     return {"key": task.key, "data": data.model_dump(mode="json"), "messages": messages}
 

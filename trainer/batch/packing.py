@@ -214,7 +214,7 @@ def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float)
         begin = int(batch.offsets[k])
         prompt = batch.token_ids[begin : begin + prompts[k]].tobytes()
         if batch.pictures:  # of two pictures the tokens are the same
-            prompt += repr(batch.pictures[k]).encode()
+            prompt += repr([shown for shown in batch.pictures[k] if shown.begin < prompts[k]]).encode()
         mine = latest.setdefault(prompt, alone)
         together = mine.tokens + tokens[k] - prompts[k]
         costs_apart = cost(mine.tokens, mine.shared > 0) + cost(tokens[k], several=False)

@@ -115,8 +115,8 @@ def _lines(run_dir: RunDir, iteration: int, slots: Collection[int]) -> dict[int,
 
 
 def _pictures(run_dir: RunDir, record: Mapping[str, Any]) -> list[str]:
-    images = cast("list[Any]", record.get("images") or [])
-    digests = [str(name) for name in images if is_digest(name)]
+    images, prompt = cast("list[Any]", record.get("images") or []), str(record.get("prompt"))
+    digests = [str(name) for name in images if is_digest(name) and f"[image {name[:8]}]" in prompt]
     with contextlib.suppress(OSError, ImportError, PictureError):
         return [thumbnail(files.read(run_dir.images / name), PICTURE_SIDE) for name in digests[:PICTURES]]
     return []

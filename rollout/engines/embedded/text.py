@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class Texts:
         if not self._tokenizer.chat_template:
             raise BadRequest(f"messages: the tokenizer of {self._name} has no chat template")
         pictures = len(pictures_in(body.messages))
-        if pictures:
+        if pictures or self._needs_parts:
             body = body.model_copy(update={"messages": _in_parts(body.messages or [])})
         messages = [_with_arguments(message) for message in body.messages or ()]
         try:
@@ -70,6 +71,16 @@ class Texts:
         if pictures:
             self._check_places(token_ids, pictures)
         return token_ids
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the chat template, of a model that sees, leaves out a content that is no list of parts."""
+        if self._placeholder is None:
+            return False
+        with contextlib.suppress(Exception):  # as in `tokenize`
+            message = {"role": "user", "content": "words"}
+            return "words" not in self._rendered([message], TokenizeBody(messages=[message]))
+        return True
 
     def _check_places(self, token_ids: Sequence[int], pictures: int) -> None:
         """Raise BadRequest unless the tokens have a place for each of so many pictures."""

@@ -85,10 +85,11 @@ def test_other_settings_make_other_groups(node: Any, iteration: Iteration) -> No
 def test_engine_may_force_a_form_where_the_loss_corrects_for_it(
     node: Any, algorithm: str, kind: str, may_force: bool, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text('{"image_token_id": 7, "vision_config": {}}')
     node.policies = SimpleNamespace(policy_of=lambda _iteration: SimpleNamespace(directory=tmp_path))
     node.settings = build({"model": "any", "trainer.algorithm": algorithm})
     node.engine = SimpleNamespace(
         url="http://127.0.0.1:1", model=None, facts=EngineFacts(9), restart_patience_s=lambda _: 1.0
     )
     share: Any = SimpleNamespace(kind=kind, functions=SimpleNamespace(environment=single_turn))
-    assert _engine(node, share).facts == EngineFacts(9, may_force=may_force)
+    assert _engine(node, share).facts == EngineFacts(9, may_force=may_force, placeholder=7)

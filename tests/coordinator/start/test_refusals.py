@@ -582,9 +582,8 @@ LLAVA = {"model_type": "llava", "image_token_index": 3, "vision_config": {}}
             {},
             "--model MODEL without a preprocessor_config.json does not go with it yet; put the files",
         ),
-        (LLAVA, {"rollout.environment": "python"}, "the environment python .*; give single_turn"),
+        (LLAVA, {"rollout.environment": "demonstration"}, "the environment demonstration .*; give single_turn"),
         (LLAVA, {"rollout.segment_tokens": 8}, "rollout.segment_tokens=8 .*; leave it out"),
-        (LLAVA, {"rollout.thinking_tokens": 8, "rollout.reasoning_end": "x"}, "thinking_tokens=8 "),
         (LLAVA, {"trainer.lora.rank": 4}, "trainer.lora.rank=4 .*; give 0"),
         (
             LLAVA,

@@ -79,8 +79,16 @@ def test_answers_have_the_shape_of_the_api() -> None:
         ({"messages": []}, "messages: "),
         ({"messages": [{"content": "a"}]}, "messages.0.role: must be a string"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages.0.content: only parts of the type text",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}
+                ]
+            },
+            "messages.0.content: image_url: must be data:image/...;base64,..., got 'a.png'",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a string"),
         ({"stop": ""}, "stop: a stop string must not be empty"),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,11 @@ from rollout.environments.environment import EnvironmentSettingError, check_play
 from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
+from rollout.pictures import open_picture, size_of
 from rollout.plugins import code_of
-from rollout.tasks import openenv
+from rollout.tasks import openenv, openenv_client
 from rollout.tasks.openenv_client import EXCERPT, read
+from rollout.tasks.pictures import publish_picture
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.trajectory import unfit
 from tests.rollout.environments.openenv_server import Action, Observation, Server
@@ -179,6 +182,38 @@ def test_wrong_source_is_one_line(parameters: str, reason: str, server: Server) 
     assert message.startswith(f"{text}: ") and reason in message and "\n" not in message
 
 
+class Screen(Observation):
+    goal: str = ""
+    text: str = ""
+    pixels: list[list[list[int]]] | None = None
+
+
+class Painted:
+    """Shows `rows`, which are no picture."""
+
+    def reset(self, seed: int = 0, rows: Any = None) -> Any:
+        return Screen(goal="click", text="a page", pixels=rows)
+
+
+def test_observation_may_be_rows_of_pixels(tmp_path: Path) -> None:
+    red = [[[255, 0, 0]] * 8] * 4
+    content = openenv.content_of(
+        {"goal": "click", "text": "a page", "pixels": red}, ["goal", "text", "pixels"]
+    )
+    assert isinstance(content, list)
+    assert content[0] == {"type": "text", "text": "click\na page"} and len(content) == 2
+    data = (tmp_path / publish_picture(content[1]["image_url"], tmp_path)).read_bytes()
+    assert size_of(data) == (8, 4) and open_picture(data).getpixel((7, 3)) == (255, 0, 0)
+    with Server(Painted, Answer, Screen) as other:
+        for rows, reason in (
+            ("[[[0,0,256]]]", "the observation's pixels is no picture: "),
+            ("[[[1,2,3]],[[1]]]", "the observation's pixels is no picture: "),
+            ("null", "the observation's pixels is None; it must be a text, or rows of pixels"),
+        ):
+            with pytest.raises(TaskError, match=reason):
+                load(source(other, f"action=message,observation=goal+pixels,reset.rows={rows}"))
+
+
 class Call(Action):
     tool_name: str
     arguments: dict[str, Any]
@@ -282,8 +317,9 @@ def test_budget_of_tokens_ends_the_episode(server: Server, guess: OpenEnv) -> No
     ],
 )
 def test_trouble_costs_the_sample_and_is_said(
-    trouble: str, fault: str, server: Server, guess: OpenEnv
+    trouble: str, fault: str, server: Server, guess: OpenEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openenv_client, "MOST_BYTES", 2**22)
     limit_s = 2 if trouble == "never" else 60.0
     (sample,) = played(guess, task_of(server, trouble, limit_s), lambda *_: "1.", n=1)
     message = str(unfit(sample, demonstrated=False))

@@ -1,11 +1,13 @@
 """Text environments with Gymnasium's interface: their tasks, and how the policy plays them."""
 
 import asyncio
+import base64
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.engines.answers import RequestRefused
@@ -13,8 +15,10 @@ from rollout.environments.environment import Environment, EnvironmentSettingErro
 from rollout.environments.policy import Policy
 from rollout.environments.text_gym import TextGym
 from rollout.origin import Sampling
+from rollout.pictures import open_picture
 from rollout.plugins import code_of
 from rollout.tasks.task_set import Task, TaskError, load_tasks
+from rollout.tasks.text_gym import TextEnvironment
 from rollout.trajectory import unfit
 from tests.rollout.environments.outside import MODULES, Saying, played
 from tests.rollout.rollout_helpers import wait_until
@@ -94,6 +98,63 @@ def test_tasks_are_first_observations_by_seed() -> None:
     assert not {task["seed"] for task in train} & {task["seed"] for task in evaluation}
     assert train[0]["messages"][0]["content"].startswith("0 to 5, not ")
     assert load(NAME + ",size=20,most=5") == train != load(NAME + ",size=20,most=5", seed=1)
+
+
+class Painting:
+    """Observes what it is given; `render` returns a picture."""
+
+    def __init__(self, observation: Any, render_mode: str | None) -> None:
+        self.observation, self.render_mode = observation, render_mode
+
+    def reset(self, **_: Any) -> Any:
+        return self.observation, {}
+
+    def render(self) -> Any:
+        return RED
+
+
+RED, BLUE = (np.full((4, 8, 3), colour, np.uint8) for colour in ((255, 0, 0), (0, 0, 255)))
+
+
+@pytest.mark.parametrize(
+    ("observation", "render_mode", "shown"),
+    [
+        (BLUE, None, [BLUE]),
+        ({"goal": "a", "screen": BLUE, "text": "b", "more": "c"}, None, ["a", BLUE, "b\nc"]),
+        ({"goal": "a", "text": "b"}, "ansi", ["a\nb"]),
+        ("a", "rgb_array", ["a", RED]),
+        (np.zeros(4), "rgb_array", [RED]),
+    ],
+)
+def test_observation_may_be_a_picture_or_have_some(
+    observation: Any, render_mode: Any, shown: list[Any]
+) -> None:
+    content = painted(observation, render_mode).reset(0, None)
+    parts = [{"text": content}] if isinstance(content, str) else content
+    assert len(parts) == len(shown)
+    for part, expected in zip(parts, shown, strict=True):
+        if isinstance(expected, str):
+            assert part["text"] == expected
+        else:
+            data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+            assert (np.asarray(open_picture(data)) == expected).all()
+
+
+def test_observation_that_is_no_picture_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"reset returned .* no picture: an array \(4,\) of float64; it must"
+    ):
+        painted(np.zeros(4), None).reset(0, None)
+    with pytest.raises(
+        ValueError, match="reset returned an observation of type int; it must be a text, or a"
+    ):
+        painted({"text": "a", "number": 3}, None).reset(0, None)
+
+
+def painted(observation: Any, render_mode: str | None) -> TextEnvironment:
+    environment = TextEnvironment.__new__(TextEnvironment)
+    environment._limit_s, environment._environment = 60.0, Painting(observation, render_mode)
+    return environment
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.ports import unused_port
 
 SERVER = """
 import os, sys, time
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 server = MCPServer("sums", log_level="CRITICAL")
 
 @server.tool()
@@ -37,6 +37,10 @@ def fail() -> str:
 def slow() -> str:
     time.sleep(600)
     return "late"
+
+@server.tool()
+def look() -> list:
+    return ["A page", Image(data=b"bytes of a PNG", format="png")]
 
 @server.tool()
 def end() -> str:
@@ -73,8 +77,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join(60)
 
 
-def asked(server: str | list[str], *calls: tuple[str, dict[str, Any]], timeout_s: float = 60.0) -> list[str]:
-    async def ask() -> list[str]:
+def asked(server: str | list[str], *calls: tuple[str, dict[str, Any]], timeout_s: float = 60.0) -> list[Any]:
+    async def ask() -> list[Any]:
         async with tool_server(server, timeout_s) as opened:
             return [await opened.call(name, arguments) for name, arguments in calls]
 
@@ -84,13 +88,17 @@ def asked(server: str | list[str], *calls: tuple[str, dict[str, Any]], timeout_s
 @pytest.mark.parametrize("how", ["url", "command"])
 def test_model_reads_results_and_what_is_wrong_with_a_call(how: str, request: pytest.FixtureRequest) -> None:
     server = request.getfixturevalue(how)
-    right, bad, raised, unknown, long = asked(
-        server, ("add", {"a": 27, "b": 58}), ("add", {"a": "x"}), ("fail", {}), ("none", {}), ("long", {})
-    )
+    right, bad, raised, unknown, long, shown = asked(
+        server, ("add", {"a": 27, "b": 58}), ("add", {"a": "x"}), ("fail", {}), ("none", {}), ("long", {}),
+        ("look", {}),
+    )  # fmt: skip
     assert right == "85"
     assert bad.startswith("error: ") and "valid integer" in bad
     assert raised.startswith("error: Error executing tool fail") and unknown == "error: Unknown tool: none"
     assert len(long) < 20_100 and long.endswith("x\n[100 more characters]")
+    text, picture = shown
+    assert text == {"type": "text", "text": "A page"}
+    assert picture == {"type": "image", "image": "data:image/png;base64,Ynl0ZXMgb2YgYSBQTkc="}
 
 
 def test_tools_have_the_form_of_the_openai_api(command: list[str]) -> None:
@@ -100,7 +108,7 @@ def test_tools_have_the_form_of_the_openai_api(command: list[str]) -> None:
 
     add, *others = asyncio.run(listed()).tools
     assert add["type"] == "function" and add["function"]["description"] == "Add two integers."
-    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 4
+    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 5
 
 
 def test_tools_of_all_pages_are_listed() -> None:
@@ -180,7 +188,8 @@ def test_result_that_is_not_what_a_tool_promises_is_an_error_for_the_model() -> 
         async def call_tool(self, name: str, _arguments: Any) -> Any:
             raise RuntimeError(f"Invalid structured content returned by tool {name}")
 
-    assert asyncio.run(ToolServer(Client(), [], "x").call("f", {})).startswith("error: Invalid structured")
+    said = asyncio.run(ToolServer(Client(), [], "x").call("f", {}))
+    assert str(said).startswith("error: Invalid structured")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_observation_may_be_a_picture_or_have_some(
     observation: Any, render_mode: Any, shown: list[Any]
 ) -> None:
     content = painted(observation, render_mode).reset(0, None)
-    parts = [{"text": content}] if isinstance(content, str) else content
+    parts: list[Any] = [{"text": content}] if isinstance(content, str) else content
     assert len(parts) == len(shown)
     for part, expected in zip(parts, shown, strict=True):
         if isinstance(expected, str):

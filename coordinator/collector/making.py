@@ -37,7 +37,7 @@ class Making:
         recipes = {kind: recipe_of(order, names) for kind, names in order.recipes.items()}
         self._client: EngineClient
         if order.engine is None:
-            self._client = LocalTokenizer(Path(order.start_model))
+            self._client = LocalTokenizer(Path(order.start_model), RunDir(Path(order.root)).images)
         else:
             engine = order.engine
             self._client = EngineClient(

@@ -176,7 +176,6 @@ def refuse_pictures(
         return
     takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
     rollout, trainer, model = settings.rollout, settings.trainer, f"--model {settings.model}"
-    kinds = [each.environment for each in shown if each.environment in WRITTEN]
     lora, size, ranks = trainer.lora.rank, trainer.tensor_parallel_size, trainer.context_parallel
     reasons = [
         (not takes, f"{model}, which has no part for pictures,", "give a model with a vision_config"),
@@ -189,7 +188,6 @@ def refuse_pictures(
         (lora, f"trainer.lora.rank={lora}", "give 0"),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
         (ranks > 1, f"trainer.context_parallel={ranks}", "give 1"),
-        (kinds, f"the environment {', '.join(kinds)}", "give single_turn"),
         *((value, f"rollout.{name}={value}", "leave it out")
           for name in ("segment_tokens", "teacher")
           for value in [getattr(rollout, name)]),

@@ -29,6 +29,7 @@ from rollout.engines.completion import Completion, completion_of, completion_req
 from rollout.origin import Sampling
 from rollout.pictures import digest_of, image_url
 from rollout.storage import files
+from rollout.trajectory import Picture
 
 if TYPE_CHECKING:
     import aiohttp
@@ -216,6 +217,12 @@ class EngineClient:
         if digest_of(data) != digest:
             raise RequestRefused(f"{path}: this picture has changed; remove it, and start the run again")
         return image_url(data)
+
+    async def expanded(
+        self, token_ids: list[int], pictures: Sequence[str]
+    ) -> tuple[list[int], list[Picture]]:
+        """See LocalTokenizer: an engine expands the prompts that it goes on from itself."""
+        raise EngineError("an environment that demonstrates has no engine")
 
     async def tokenize(self, text: str | Sequence[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of chat messages (through the chat template, with the generation prompt), or of a text

@@ -13,10 +13,11 @@ import numpy as np
 
 from rollout.environments.policy import Policy, warn_once
 from rollout.origin import Sampling
+from rollout.pictures import pictures_in
 from rollout.tasks.fields import name_of_answer
 from rollout.tasks.messages import ANSWER, Message, same_beginning, without_answer
 from rollout.tasks.task_set import Task, TaskError, TaskSet
-from rollout.trajectory import Sample
+from rollout.trajectory import Picture, Sample
 
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 """The fields of a message that its sender has said; others are about it."""
@@ -79,6 +80,8 @@ async def written(
     if common < len(prompt):
         answer_ids = await _behind_opened(prompt, whole, common, answer, policy)
     trained = [*takewhile(lambda token: token not in end_ids, answer_ids), end]
+    shown = pictures_in(messages_before(task)) if "messages" in task else []
+    prompt, pictures = await policy.expanded(prompt, shown)
     if len(trained) > max_tokens:
         raise TaskError(
             f"task {task['id']!r}: its answer has {len(trained)} tokens with the end of the sequence, more "
@@ -91,7 +94,7 @@ async def written(
             "has no positions, or computes them otherwise; leave the task out"
         )
     check_vocabulary(task, [*prompt, *trained], vocabulary)
-    return _sample(prompt, trained, said_by(answer))
+    return _sample(prompt, trained, said_by(answer), pictures)
 
 
 def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | None) -> None:
@@ -203,7 +206,7 @@ def said_by(message: Message) -> str:
     return message["content"] or json.dumps(more, ensure_ascii=False)
 
 
-def _sample(prompt_ids: list[int], trained: list[int], text: str) -> Sample:
+def _sample(prompt_ids: list[int], trained: list[int], text: str, pictures: list[Picture]) -> Sample:
     loss_mask = np.zeros(len(prompt_ids) + len(trained), dtype=np.uint8)
     loss_mask[len(prompt_ids) :] = 1
     return Sample(
@@ -213,4 +216,5 @@ def _sample(prompt_ids: list[int], trained: list[int], text: str) -> Sample:
         finish_reason="stop",
         text=text,
         reward=1.0,
+        pictures=pictures,
     )

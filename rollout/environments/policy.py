@@ -24,7 +24,7 @@ from rollout.pictures import pictures_in, shown_text
 from rollout.tasks.messages import Message, checked_tools, has_unnamed, with_digests, without_answer
 from rollout.tasks.pictures import publish_picture
 from rollout.tasks.task_set import Task, TaskError
-from rollout.trajectory import Sample, Turn
+from rollout.trajectory import Picture, Sample, Turn
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,14 @@ class Policy:
         if _is_chat(text):
             return await self._template.whole(text)
         return await self._client.tokenize_whole(text)
+
+    async def expanded(
+        self, token_ids: list[int], pictures: Sequence[str]
+    ) -> tuple[list[int], list[Picture]]:
+        """Return the tokens of a prompt with its placeholders as what these pictures become, where nothing is
+        generated, and where they are.
+        """
+        return await self._client.expanded(token_ids, pictures) if pictures else (token_ids, [])
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, with special tokens."""

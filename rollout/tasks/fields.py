@@ -15,6 +15,7 @@ from rollout.tasks.messages import (
     checked_tools,
     messages_of_text,
     same_beginning,
+    with_beginning,
     without_answer,
 )
 from rollout.tasks.pictures import with_column
@@ -40,8 +41,7 @@ def task_of(
     task = {name: value for name, value in task.items() if value is not None or name not in _NONE_IF_NULL}
     for name in _CONVERSATIONS:
         if name in task:
-            shows = take if name in ("messages", "prompt") else None
-            task[name] = _conversation(name, task[name], columns, shows, is_table=row.is_text)
+            task[name] = _conversation(name, task[name], columns, take, is_table=row.is_text)
     if isinstance(text := task.get("messages"), str) and text:
         task["messages"] = [{"role": "user", "content": text}]
     _take_conversation(task, columns)
@@ -116,9 +116,11 @@ def _show_pictures(task: dict[str, Any], columns: Mapping[str, str], take: Calla
                 "give it as `messages` (columns.messages=prompt)"
             )
         try:
-            task["messages"] = messages = with_column(messages, [take(image) for image in images])
+            shown = with_column(messages, [take(image) for image in images])
         except PictureError as error:
             raise ValueError(f"{name}: {error}") from error
+        task |= {**with_beginning(task, messages, shown), "messages": shown}
+        messages = shown
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         if isinstance(parts, list) and any(part["type"] == "image" and "image" not in part for part in parts):

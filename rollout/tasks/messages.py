@@ -232,13 +232,19 @@ def with_system_prompt(task: Task, text: str | None) -> Task:
     if any(message.get("role") in ("system", "developer") for message in messages):
         return task
     system = {"role": "system", "content": text}
-    # Answers may be whole conversations, which begin with the task's messages.
-    wholes = {
-        name: [system, *task[name]]
+    begun = [system, *messages]
+    return {**task, **with_beginning(task, messages, begun), "messages": begun}
+
+
+def with_beginning(task: Task, before: list[Message], now: list[Message]) -> dict[str, list[Message]]:
+    """Return the answers of a task that are whole conversations and begin with its messages as they were
+    `before`, with these as they are `now`.
+    """
+    return {
+        name: [*now, *task[name][len(before) :]]
         for name in ("chosen", "rejected")
-        if isinstance(task.get(name), list) and messages and task[name][: len(messages)] == messages
+        if isinstance(task.get(name), list) and before and task[name][: len(before)] == before
     }
-    return {**task, **wholes, "messages": [system, *messages]}
 
 
 def same_beginning(first: Sequence[Any], other: Sequence[Any]) -> int:

@@ -5,8 +5,10 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rollout.engines.answers import EngineError, RequestRefused
@@ -14,10 +16,15 @@ from rollout.engines.bodies import BadRequest, parse_body
 from rollout.engines.client import EngineClient
 from rollout.engines.model_dir import companions, copied
 from rollout.origin import Sampling
+from rollout.pictures import digest_of
 from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.storage import files
+from rollout.trajectory import Picture
 
 DEADLINE_S = 60.0
 """How long a text may take; most take a millisecond."""
+READING_DEADLINE_S = 300.0
+"""How long pictures may take; the first ones import torch."""
 
 
 class NoTokenizer(EngineError):
@@ -29,12 +36,33 @@ class LocalTokenizer(EngineClient):
     first text, takes no torch, and stays for the next iteration.
     """
 
-    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
-        super().__init__("")
+    def __init__(self, model_dir: str | os.PathLike[str], images: Path | None = None) -> None:
+        """`images`: the directory of the run's pictures; None: there is none yet."""
+        super().__init__("", images=images)
         self._model_dir = os.path.abspath(model_dir)
 
     async def generate(self, prompt: Any, sampling: Sampling) -> Any:
         raise EngineError("there is no engine here: an environment that demonstrates generates nothing")
+
+    async def expanded(
+        self, token_ids: list[int], pictures: Sequence[str]
+    ) -> tuple[list[int], list[Picture]]:
+        """Return the tokens with each placeholder as what its picture becomes, by the model's processor in a
+        process of its own, and where the pictures are. Without a directory of pictures nothing changes.
+        Raises RequestRefused.
+        """
+        if self._images is None:
+            return token_ids, []
+        paths = [str(self._images / digest) for digest in pictures]
+        call = partial(_readers().call, self._model_dir, token_ids, paths, deadline_s=READING_DEADLINE_S)
+        try:
+            answer = await asyncio.to_thread(call)
+        except (CallFailed, CallLost) as error:
+            raise EngineError(f"the processor of {self._model_dir}: {error}") from error
+        if isinstance(answer, str):
+            raise RequestRefused(answer)
+        expanded, places = answer
+        return expanded, [Picture(digest, *at) for digest, at in zip(pictures, places, strict=True)]
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -53,11 +81,44 @@ def _pool() -> ProcessPool:
     return ProcessPool(f"{__name__}:tokenizing", size=1)
 
 
+@functools.cache
+def _readers() -> ProcessPool:
+    return ProcessPool(f"{__name__}:expanding", size=1)
+
+
 def close_tokenizer() -> None:
-    """End the process; another one starts with the next text."""
-    if _pool.cache_info().currsize:
-        _pool().close()
-        _pool.cache_clear()
+    """End the processes; others start with the next text."""
+    for pool in (_pool, _readers):
+        if pool.cache_info().currsize:
+            pool().close()
+            pool.cache_clear()
+
+
+def expanding() -> Callable[[str, list[int], list[str]], list[Any] | str]:
+    """Return the function that a process of the pool calls: from a model's directory, tokens and the files of
+    pictures to the expanded tokens and the places of the pictures in them, or to what is wrong.
+    """
+    from rollout.engines.embedded.picture_input import PictureMismatch, PictureReader
+
+    readers: dict[str, PictureReader] = {}
+
+    def answer(model_dir: str, token_ids: list[int], paths: list[str]) -> list[Any] | str:
+        try:
+            shown = []
+            for path in paths:
+                data = files.read(Path(path))
+                if digest_of(data) != Path(path).name:
+                    return f"{path}: this picture has changed; remove it, and start the run again"
+                reader = readers.setdefault(model_dir, readers.get(model_dir) or PictureReader(model_dir))
+                shown.append(reader.read(data))
+            expanded, places = readers[model_dir].expanded(token_ids, shown)
+        except FileNotFoundError as error:
+            return f"{error.filename}: this picture is missing"
+        except PictureMismatch as error:
+            return str(error)
+        return [expanded, [[place.start, place.stop] for place in places]]
+
+    return answer
 
 
 def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:

@@ -51,9 +51,9 @@ class LocalTokenizer(EngineClient):
         process of its own, and where the pictures are. Without a directory of pictures nothing changes.
         Raises RequestRefused.
         """
-        if self._images is None:
+        if self.images is None:
             return token_ids, []
-        paths = [str(self._images / digest) for digest in pictures]
+        paths = [str(self.images / digest) for digest in pictures]
         call = partial(_readers().call, self._model_dir, token_ids, paths, deadline_s=READING_DEADLINE_S)
         try:
             answer = await asyncio.to_thread(call)

@@ -12,8 +12,10 @@ import pytest
 
 from rollout import Sampling, tool_server
 from rollout.environments.environment import resolve_environment
+from rollout.environments.python_tool import LIMITS
 from rollout.environments.tool_calls import PARSERS
 from rollout.rewards.builtin import resolve_reward
+from rollout.sandbox.run import why_no_sandbox
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group
@@ -26,15 +28,12 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 MODULES = {block.partition("\n")[0].removeprefix("# "): block for _, block in BLOCKS}
 ADDING = """
 import asyncio
-import json
 
-from my_tool_agent import TOOLS, add
-
-from rollout import Episode, Policy, Sample, Sampling, Task
+from rollout import PYTHON_TOOL, Episode, Policy, Sample, Sampling, Task, run_python
 
 
 async def adding(task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
-    policy = policy.with_tools(TOOLS)
+    policy = policy.with_tools([PYTHON_TOOL])
     async with asyncio.TaskGroup() as group:
         games = [group.create_task(play(task, policy.episode(j))) for j in range(sampling.n)]
     return [game.result() for game in games]
@@ -44,7 +43,7 @@ async def play(task: Task, episode: Episode) -> Sample:
     turn, used = await episode.generate(task["messages"]), 0
     while turn.calls and used < 4:
         used += 1
-        results = [add(json.dumps(call.arguments)) for call in turn.calls]
+        results = [await run_python(call.arguments) for call in turn.calls]
         new = [
             {"role": "tool", "tool_call_id": call.id, "content": result}
             for call, result in zip(turn.calls, results, strict=True)
@@ -110,16 +109,20 @@ def group_of(environment: str, client: TemplatedClient) -> Group:
     return groups[0]
 
 
+@pytest.mark.skipif(why_no_sandbox(LIMITS) is not None, reason=f"no sandbox: {why_no_sandbox(LIMITS)}")
 @pytest.mark.parametrize("environment", ["my_tool_agent:agents", "my_tool_environment:adding"])
 def test_samples_that_call_a_tool_are_rewarded_and_trained(
     environment: str, here: None, tmp_path: Path
 ) -> None:
-    client = TemplatedClient(tmp_path, QWEN3, CALL, CALL, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
+    program = CALL.replace('"add"', '"python"').replace(
+        '{"a": 27, "b": 58}', '{"code": "print(27 + 58, end=str())"}'
+    )
+    client = TemplatedClient(tmp_path, QWEN3, program, program, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
     group = group_of(environment, client)
     assert sorted(sample.reward or 0.0 for sample in group.samples) == [0.0, 1.0]
     for sample in group.samples:
         said: Any = [t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m]
-        assert str(client.tokenizer.decode(said)) == f"{CALL}{sample.text}<|im_end|>"
+        assert str(client.tokenizer.decode(said)) == f"{program}{sample.text}<|im_end|>"
         assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
 
 

@@ -13,7 +13,6 @@ from rollout.environments import environment
 from rollout.environments.environment import EnvironmentSettingError, resolve_environment
 from rollout.environments.python_tool import MOST_CALLS
 from rollout.sandbox.run import Limits, why_no_sandbox
-from tests.rollout.environments.outside import MODULES
 from tests.rollout.scripted import ScriptedClient, text_of
 from tests.rollout.templated import QWEN3, TemplatedClient
 
@@ -95,18 +94,6 @@ def test_result_is_in_the_conversation_and_is_not_trained(tmp_path: Path) -> Non
     assert "<tool_response>\n1566\n" in whole and "ZeroDivisionError" in whole
     assert '"python"' in whole.partition("What is")[0]
     assert (sample.text, sample.metrics, sample.reward) == ("1566", {"calls": 2, "unread_calls": 0}, None)
-
-
-def test_environment_of_the_page_has_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_programmer.py").write_text(MODULES["my_programmer.py"])
-    monkeypatch.syspath_prepend(tmp_path)
-    _, (sample,) = samples_of(
-        tmp_path, call("print(27 * 58)"), "1566<|im_end|>", name="my_programmer:programmers"
-    )
-    assert (sample.text, [turn.role for turn in sample.turns]) == (
-        "1566",
-        ["user", "assistant", "tool", "assistant"],
-    )
 
 
 SUMS = r"""

@@ -19,15 +19,19 @@ from PIL import Image
 
 from rollout.engines.answers import EngineFacts, ExpansionChanged, RequestRefused
 from rollout.engines.client import EngineClient
+from rollout.engines.completion import Completion, ToolCall
 from rollout.engines.embedded.engine import TorchEngine
 from rollout.engines.embedded.server import Server
-from rollout.environments.environment import serve
+from rollout.environments.chat import ChatTemplate
+from rollout.environments.environment import resolve_environment, serve
 from rollout.environments.policy import Episode, Policy
 from rollout.environments.text_gym import TextGym
 from rollout.origin import Sampling
 from rollout.pictures import digest_of, pictures_in, size_of
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Sample
+from tests.browser import CHROMIUM
+from tests.rollout.environments.outside import MODULES
 from tests.rollout.scripted import Agent
 from tests.trainer.model.test_pictures import Seen, batch_of, learner_of, microbatches, mismatch
 from trainer.batch.packing import Packing
@@ -218,6 +222,55 @@ def test_observations_of_a_gym_are_shown(
         assert sample.fault is None and sample.pictures[0].digest == first
         assert len({picture.digest for picture in sample.pictures}) == len(sample.pictures)
     assert max(len(sample.pictures) for sample in samples) > 1
+
+
+PAGE = """<!doctype html><title>A shop</title><body style="background: #ddd"><script>
+document.onclick = event => {
+    document.title = event.clientX < 300 ? "bought" : "left"
+    document.body.style.background = `rgb(${event.clientX % 256}, ${event.clientY % 256}, 90)`
+}
+</script>"""
+TEMPLATE = (
+    "{% if tools %}Tools: {{ tools[0].function.name }}. {% endif %}{% for message in messages %}"
+    "{{ message['role'] }}:{% for part in message['content'] if message['content'] is not string %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{{ message['content'] if message['content'] is string }};{% endfor %}"
+)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_agent_of_the_page_sees_what_its_clicks_do_in_a_browser(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words are those of a model that has learned nothing; each is read as a call, of a spot that
+    follows from its tokens.
+    """
+    (tmp_path / "my_browser.py").write_text(MODULES["my_browser.py"])
+    (tmp_path / "page.html").write_text(PAGE)
+    shutil.copytree(model, tmp_path / "tiny")
+    (tmp_path / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
+
+    async def read(template: ChatTemplate, turn: Completion) -> Completion:
+        (tool,) = template._tools
+        spot = {"x": 5 * turn.token_ids[0], "y": 2 * turn.token_ids[-1]}
+        return replace(turn, calls=[ToolCall("abcdefghi", tool["function"]["name"], spot)])
+
+    monkeypatch.setattr(ChatTemplate, "read", read)
+    sampling = Sampling(n=2, max_tokens=12, stop=tuple("0123456789abcdefghijklmnopqrs"), tool_parser="hermes")
+    task = {"id": "1", "prompt": "Buy", "page": (tmp_path / "page.html").as_uri(), "answer": "bought"}
+    browsers = resolve_environment(f"{tmp_path}/my_browser.py:browsers")
+    samples = with_policy(
+        tmp_path / "tiny", tmp_path / "images", lambda policy: browsers(task, policy, sampling), sampling
+    )
+    for sample in samples:
+        assert len(sample.pictures) >= 2
+        assert len({picture.digest for picture in sample.pictures}) >= 2  # it has seen what it did
+        for picture in sample.pictures:
+            assert size_of((tmp_path / "images" / picture.digest).read_bytes())[0] > 300
+    assert {sample.reward for sample in samples} <= {0.0, 1.0}
+    learner = learner_of(Seen(tmp_path / "tiny", tmp_path / "images", [], []))
+    for part in microbatches(batch_of([samples]), Packing()):
+        assert mismatch(learner, part) < 1e-5
 
 
 def test_turn_with_the_token_for_a_picture_is_the_last_one(model: Path, tmp_path: Path) -> None:

@@ -38,15 +38,17 @@ def check_picture(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise PictureError(f"{len(data)} bytes, and at most {MAX_BYTES} are taken; make it smaller")
     try:
-        with _opened(data) as picture:
-            _check_kind(picture)
-            picture.load()
-        with _opened(data) as picture:
-            picture.verify()  # checksums, which loading does not need
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damage that is refused, or matters to nobody
+            with _opened(data) as picture:
+                _check_kind(picture)
+                picture.load()
+            with _opened(data) as picture:
+                picture.verify()  # checksums, which loading does not need
     except PictureError:
         raise
     except Exception as error:  # of a decoder of damaged bytes: OSError, SyntaxError, struct.error, ...
-        raise PictureError(f"does not decode: {_one_line(error)}") from error
+        raise PictureError(f"does not decode: {_one_line(error)}; save it anew") from error
 
 
 def open_picture(data: bytes) -> "Image":
@@ -88,9 +90,9 @@ def _opened(data: bytes) -> "Image":
         try:
             return Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError as error:
-            raise PictureError(f"is no {', '.join(FORMATS)}") from error
+            raise PictureError(f"is no {', '.join(FORMATS)}; save it as one") from error
         except Image.DecompressionBombError as error:
-            raise PictureError(f"{_one_line(error)}; at most {MAX_PIXELS} pixels are taken") from error
+            raise PictureError(f"has far more pixels than {MAX_PIXELS}; make it smaller") from error
 
 
 def _check_kind(picture: "Image") -> None:
@@ -101,10 +103,10 @@ def _check_kind(picture: "Image") -> None:
     if min(width, height) < MIN_SIDE or max(width, height) > LONGEST_SIDE * min(width, height):
         raise PictureError(
             f"{width}x{height} pixels: a side needs at least {MIN_SIDE}, and at most {LONGEST_SIDE} times "
-            "the other side"
+            "the other side; cut it or fill it up"
         )
     if getattr(picture, "n_frames", 1) > 1:
-        raise PictureError("it is animated; give one frame of it")
+        raise PictureError("it is animated, or holds several pictures; give one of them")
     if picture.mode not in MODES:
         raise PictureError(f"its colours are {picture.mode}; save it as RGB")
     if picture.getexif().get(_TURNED, 1) != 1:

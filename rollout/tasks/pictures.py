@@ -3,7 +3,6 @@ Those of environments are published at once.
 """
 
 import base64
-import binascii
 import io
 import os
 import stat
@@ -20,6 +19,7 @@ from rollout.processes.killable_rewards import missing
 from rollout.storage import files, once
 
 _DATA = "data:"
+_LONGEST_PATH = 1024
 _MARK = "<image>"
 """What many data sets write into a text where a picture goes."""
 
@@ -132,6 +132,8 @@ def _given(value: Any, folder: Path | None) -> bytes | Path:
         return _decoded(text)
     if "://" in text[:16]:
         raise PictureError(f"{text:.80}: nothing is fetched; save it as a file, give its path")
+    if len(text) > _LONGEST_PATH:
+        raise PictureError(f"{text[:40]!r}... is no path; put data:image/png;base64, before bytes in base64")
     if not Path(text).is_absolute() and folder is None:
         raise PictureError(f"{text:.80}: there is no folder that this path begins in; give the whole path")
     return (folder or Path()) / text
@@ -160,14 +162,17 @@ def _read(path: Path) -> bytes:
     try:
         facts = os.stat(path)
         if not stat.S_ISREG(facts.st_mode):
-            raise PictureError(f"{path}: is no file")
+            raise PictureError(f"{path}: is no file; name one")
         if facts.st_size > MAX_BYTES:
-            raise PictureError(f"{path}: {facts.st_size} bytes, and at most {MAX_BYTES} are taken")
+            raise PictureError(
+                f"{path}: {facts.st_size} bytes, and at most {MAX_BYTES} are taken; make it smaller"
+            )
         return files.read(path)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         if isinstance(error, PictureError):
             raise
-        raise PictureError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        name, reason = repr(str(path))[1:-1], getattr(error, "strerror", None) or error
+        raise PictureError(f"{name:.400}: {reason}; name a file that can be read") from error
 
 
 def _decoded(uri: str) -> bytes:
@@ -176,8 +181,8 @@ def _decoded(uri: str) -> bytes:
         raise PictureError(f"{head:.40}: a data URI must be data:image/...;base64,...")
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise PictureError(f"{head:.40}: its base64 does not decode: {error}") from error
+    except ValueError as error:
+        raise PictureError(f"{head:.40}: its base64 does not decode ({error}); encode it anew") from error
 
 
 def with_column(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:

@@ -54,6 +54,18 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("--pretrain", "model"),
         ("entropy_coeff", "trainer.entropy_bonus"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
+        ("actor_rollout_ref.rollout.max_num_batched_tokens", "engine.args.max_num_batched_tokens"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples_per_task"),
+        ("algorithm.filter_groups.enable", "rollout.dynamic_sampling"),
+        ("orchestrator.sampling.temperature", "rollout.temperature"),
+        ("orchestrator.eval.rollouts_per_example", "eval.samples_per_task"),
+        ("--eval_n_samples_per_prompt", "eval.samples_per_task"),
+        ("--rollout.batch_size", "rollout.tasks_per_iteration"),
+        ("--train.batch_size", "trainer.global_batch_size"),
+        ("--ring_attn_size", "trainer.context_parallel"),
+        ("--max_samples", "tasks"),
+        ("learn_rate", "trainer.learning_rate"),
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
@@ -81,6 +93,15 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("data.truncation", "no prompt is cut"),
         ("--resume", "the same command again resumes a run"),
         ("custom_reward_function.path", "--reward my_rewards.py:score"),
+        ("custom_reward_function.overlong_buffer.len", "trainer.overlong=penalise"),
+        ("algorithm.kl_ctrl.kl_coef", "trainer.kl_in=token_reward"),
+        ("orchestrator.env", "both --tasks verifiers:NAME and --environment verifiers:NAME"),
+        ("orchestrator.eval.env", "--eval-tasks verifiers:NAME"),
+        ("orchestrator.wandb.log_extras.interval", "metrics.jsonl"),
+        ("--num_episodes", "give --iterations"),
+        ("--micro_rollout_batch_size", "rollout.concurrency"),
+        ("per_device_eval_batch_size", "rollout.concurrency"),
+        ("hub_strategy", "run export"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
@@ -130,6 +151,9 @@ def test_section_is_answered_with_what_is_in_it() -> None:
     assert meant("trainer", KNOWN).endswith(", ...?")
 
 
-@pytest.mark.parametrize("typed", ["xyzzy", "--bogus", "--out", "trainer.balance_batch", "entity"])
+@pytest.mark.parametrize(
+    "typed",
+    ["xyzzy", "--bogus", "--out", "trainer.balance_batch", "entity", "trainer.model.impl", "logit_batch_max"],
+)
 def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
     assert meant(typed, KNOWN) == "run --dry-run shows all settings"

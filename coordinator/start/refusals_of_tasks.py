@@ -185,7 +185,11 @@ def refuse_pictures(
             "put the files of its processor beside its weights",
         ),
         (not isinstance(engine, Embedded), f"the engine {engine.name}", "give --engine torch"),
-        (lora, f"trainer.lora.rank={lora}", "give 0"),
+        (
+            lora and not isinstance(engine, Embedded),
+            f"trainer.lora.rank={lora} with --engine {engine.name}",
+            "give 0, or --engine torch",
+        ),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
         (ranks > 1, f"trainer.context_parallel={ranks}", "give 1"),
         *((value, f"rollout.{name}={value}", "leave it out")

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from trainer.model.lora import ROUTERS
 from trainer.model.parallel import decoder_layers
+from trainer.model.vision import vision_parameters
 
 BLOCK = 64
 """Neighbouring weights that have one scale, a float32."""
@@ -21,12 +22,16 @@ BLOCK = 64
 
 def quantise(model: Any, device: torch.device) -> None:
     """Put the linear layers of the decoder into 4 bits on `device`, one by one, but for adapters and for
-    routers of experts: tokens would go to other experts than the engine's. Fused experts stay, too.
+    routers of experts: tokens would go to other experts than the engine's. Fused experts stay, too, and the
+    vision tower.
     """
+    vision = {id(parameter) for parameter in vision_parameters(model).values()}
     for layer in decoder_layers(model):
         for path, module in list(layer.named_modules()):
             routes = re.fullmatch(ROUTERS, path.removesuffix(".base_layer"))
-            if isinstance(module, nn.Linear) and not module.weight.requires_grad and not routes:
+            if not isinstance(module, nn.Linear) or module.weight.requires_grad or routes:
+                continue
+            if id(module.weight) not in vision:
                 parent, _, attribute = path.rpartition(".")
                 setattr(layer.get_submodule(parent), attribute, Quantised(module, device))
 

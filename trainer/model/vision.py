@@ -8,7 +8,7 @@ from torch import nn
 def vision_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the parameters, by the model's own names, that no text meets: all but decoder and head."""
     causal = _causal(model)
-    if getattr(causal.config, "vision_config", None) is None:
+    if getattr(getattr(causal, "config", None), "vision_config", None) is None:
         return {}
     text = {id(parameter) for part in _text_parts(causal) for parameter in part.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in text}

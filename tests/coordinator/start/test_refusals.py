@@ -583,7 +583,6 @@ LLAVA = {"model_type": "llava", "image_token_index": 3, "vision_config": {}}
             "--model MODEL without a preprocessor_config.json does not go with it yet; put the files",
         ),
         (LLAVA, {"rollout.segment_tokens": 8}, "rollout.segment_tokens=8 .*; leave it out"),
-        (LLAVA, {"trainer.lora.rank": 4}, "trainer.lora.rank=4 .*; give 0"),
         (
             LLAVA,
             {"trainer.tensor_parallel_size": 2, "trainer.processes_per_node": 2},

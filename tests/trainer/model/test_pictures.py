@@ -32,7 +32,7 @@ from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.model import Learner, build_learner
 from trainer.model.pictures import PictureFault, Pictures
-from trainer.settings import TrainerSettings
+from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 
 CPU = torch.device("cpu")
@@ -209,6 +209,19 @@ def test_training_moves_tower_and_projector_only_if_asked(seen: Seen, freezes: b
     unused = {f"model.vision_tower.post_layernorm.{name}" for name in ("weight", "bias")}
     assert same == (vision if freezes else unused)
     assert learner.parameters.keys() == before.keys() - (vision if freezes else set())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("freezes", [True, False])
+def test_adapters_are_trained_beside_pictures(seen: Seen, freezes: bool) -> None:
+    adapters = {"lora": LoraSettings(rank=4), "freeze_vision": freezes}
+    settings, batch = SETTINGS.model_copy(update=adapters), batch_of(seen.groups)
+    learner = learner_of(seen, settings)
+    (step,) = train(learner, batch, settings, max_tokens=12, report=lambda line: None)
+    assert step.mismatch_max < 1e-5  # at first they add nothing
+    moved = {name for name, value in learner.parameters.items() if ".lora_B." in name and value.any()}
+    assert any(".vision_tower." in name for name in moved) is not freezes
+    assert any(".language_model." in name for name in moved)
 
 
 def test_a_rank_without_pictures_takes_part_where_layers_are_sharded(seen: Seen, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.checkpoint.probe import probe_document, probe_logprobs
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainRequest
 from trainer.memory import NF4_BYTES
-from trainer.model import lora, quantised
+from trainer.model import lora, quantised, tiny_seeing
 from trainer.model.lora import LoraError
 from trainer.model.model import Learner, build_learner
 from trainer.model.quantised import Quantised
@@ -51,6 +51,13 @@ def test_layers_are_held_in_4_bits_and_embeddings_norms_and_adapters_are_not(bas
     for name, layer in layers.items():
         exact = whole[f"{name.removesuffix('.base_layer')}.weight"]
         assert 0 < (layer.weight - exact).abs().mean() < 0.15 * exact.abs().mean()
+
+
+def test_vision_tower_stays_exact() -> None:
+    model = lora.wrap(tiny_seeing.make_model(0), QLORA.lora)
+    quantised.quantise(model, CPU)
+    names = [name for name, module in model.named_modules() if isinstance(module, Quantised)]
+    assert len(names) == 14 and not any("vision_tower" in name for name in names)
 
 
 def test_training_is_that_over_a_dense_model_of_the_rounded_weights(base_dir: Path, batch: Batch) -> None:

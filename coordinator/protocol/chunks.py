@@ -10,6 +10,7 @@ groups take long, and the slowest where they do not. Each rank's place in the li
 what is left of the others'.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,10 @@ from typing import Any, NamedTuple, Self
 CHUNK_FRACTION = 3
 """A chunk is about a third of what is left of its place. So few claims are large, and the last are single
 groups.
+"""
+UNKNOWN_FRACTION = 24
+"""A chunk has at most this part of all slots if nobody knows their costs: some take ten times as long as the
+usual one, and what a slow rank has claimed no other makes.
 """
 FORGIVEN = 1.5
 """A rank that has made nothing in a phase is taken to be faster by this factor in the next."""
@@ -183,6 +188,7 @@ def cut(
     usual = sum(costs.values()) / len(costs) if costs else 1.0
     cost = {slot: costs.get(slot, usual) for slot in slots}
     order = sorted(slots, key=lambda slot: -cost[slot]) if costs else list(slots)
+    limit = len(slots) if costs else math.ceil(len(slots) / UNKNOWN_FRACTION)
     rate = rates(ranks, paces)
     chunks: list[Chunk] = []
     first: dict[int, int] = {}
@@ -195,9 +201,9 @@ def cut(
         while end < len(order) and reached + cost[order[end]] / 2 <= behind:
             reached += cost[order[end]]
             end += 1
-        chunks += _place(order[begin:end], cost, paces.get(rank))
+        chunks += _place(order[begin:end], cost, limit, paces.get(rank))
         begin = end
-    return Chunks(chunks + _decreasing(order[begin:], cost), first, dict(paces))
+    return Chunks(chunks + _decreasing(order[begin:], cost, limit), first, dict(paces))
 
 
 def with_guests(paces: Mapping[int, Pace], guests: Collection[int]) -> dict[int, Pace]:
@@ -214,22 +220,25 @@ def pace_of(rank: int, paces: Mapping[int, Pace]) -> float:
     return sum(pace.per_group for pace in paces.values()) / len(paces) if paces else 1.0
 
 
-def _place(slots: Sequence[int], cost: Mapping[int, float], pace: Pace | None) -> list[Chunk]:
+def _place(slots: Sequence[int], cost: Mapping[int, float], limit: int, pace: Pace | None) -> list[Chunk]:
     """Cut a rank's place. If the rank may have all of it in flight at once, it is one chunk: all would be
     claimed at once anyway, and the engine gets them together.
     """
     if pace is None or not 0 < len(slots) <= pace.width:
-        return _decreasing(slots, cost)
+        return _decreasing(slots, cost, limit)
     return [Chunk(list(slots), [cost[slot] for slot in slots])]
 
 
-def _decreasing(slots: Sequence[int], cost: Mapping[int, float]) -> list[Chunk]:
-    """Cut a place: each chunk has about 1 / CHUNK_FRACTION of the work left, and at least one slot."""
+def _decreasing(slots: Sequence[int], cost: Mapping[int, float], limit: int) -> list[Chunk]:
+    """Cut a place: each chunk has about 1 / CHUNK_FRACTION of the work left, one slot at least, and at most
+    `limit`.
+    """
     chunks: list[Chunk] = []
     begin, left = 0, sum(cost[slot] for slot in slots)
     while begin < len(slots):
         end, work = begin + 1, cost[slots[begin]]
-        while end < len(slots) and work + cost[slots[end]] <= left / CHUNK_FRACTION:
+        last = min(len(slots), begin + limit)
+        while end < last and work + cost[slots[end]] <= left / CHUNK_FRACTION:
             work += cost[slots[end]]
             end += 1
         chunks.append(Chunk(list(slots[begin:end]), [cost[slot] for slot in slots[begin:end]]))

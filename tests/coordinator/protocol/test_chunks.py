@@ -50,8 +50,13 @@ def test_the_fastest_rank_begins_with_the_longest_groups_and_has_most_of_the_lis
 
 
 def test_chunks_of_a_place_become_smaller_down_to_single_groups() -> None:
-    sizes = [len(chunk.slots) for chunk in cut(range(90), {}, [0], {}).chunks]
+    sizes = [len(chunk.slots) for chunk in cut(range(90), dict.fromkeys(range(90), 2.0), [0], {}).chunks]
     assert sizes[0] == 30 and sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
+
+
+def test_no_chunk_is_large_whose_costs_nobody_knows() -> None:
+    sizes = [len(chunk.slots) for chunk in cut(range(96), {}, [0], {}).chunks]
+    assert sizes[0] == 4 and sizes == sorted(sizes, reverse=True) and sizes[-1] == 1
 
 
 def test_three_nodes_claim_512_groups_in_at_most_60_chunks() -> None:

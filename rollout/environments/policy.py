@@ -258,7 +258,9 @@ class Episode:
         """
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)
-        elif (left := self.tokens_left) <= 0 or self._policy.placeholder in self.turns[-1].token_ids:
+        elif (left := self.tokens_left) <= 0 or any(
+            self._policy.placeholder in turn.token_ids for turn in self.turns
+        ):
             turn = self._out_of_room()
         else:
             last = self.turns[-1]

@@ -231,8 +231,11 @@ class Learner:
 
     def see(self, pictures: Pictures, share_prompts: bool) -> None:
         """Show the pictures of batches from now on. Collective, as arrange, which is done again with one.
-        Raises PictureFault if the model cannot be shown any.
+        Raises PictureFault if the model cannot be shown any, or not by this layout.
         """
+        for name in ("tensor_parallel_size", "context_parallel"):
+            if (ranks := getattr(self.layout, name)) > 1:
+                raise PictureFault(f"trainer.{name}={ranks} does not go with pictures of samples; give 1")
         self.pictures = pictures
         try:
             self.arrange(share_prompts)

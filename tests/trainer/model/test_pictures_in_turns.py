@@ -22,6 +22,8 @@ from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion, ToolCall
 from rollout.engines.embedded.engine import TorchEngine
 from rollout.engines.embedded.server import Server
+from rollout.engines.model_facts import placeholder
+from rollout.environments import policy as policies
 from rollout.environments.chat import ChatTemplate
 from rollout.environments.environment import resolve_environment, serve
 from rollout.environments.policy import Episode, Policy
@@ -30,12 +32,15 @@ from rollout.origin import Sampling
 from rollout.pictures import digest_of, pictures_in, size_of
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Sample
+from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.browser import CHROMIUM
 from tests.rollout.environments.outside import MODULES
 from tests.rollout.scripted import Agent
-from tests.trainer.model.test_pictures import Seen, batch_of, learner_of, microbatches, mismatch
-from trainer.batch.packing import Packing
+from tests.trainer.model.test_pictures import SETTINGS, Seen, batch_of, learner_of, microbatches, mismatch
+from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
+from trainer.model.model import build_learner
+from trainer.model.pictures import PictureFault, Pictures
 
 PLACEHOLDER, PICTURE_TOKENS = 99, 17
 SAMPLING = Sampling(n=6, max_tokens=24)
@@ -75,7 +80,7 @@ def with_policy(
     async def main() -> Any:
         engine = TorchEngine(model, dtype=torch.float64, max_batch=64)
         engine.start()
-        facts = EngineFacts(placeholder=PLACEHOLDER)
+        facts = EngineFacts(placeholder=placeholder(model) or -1)
         async with (
             TestServer(Server(engine, str(model), "v").app()) as server,
             EngineClient(str(server.make_url("")).rstrip("/"), images=images, facts=facts) as client,
@@ -273,7 +278,34 @@ def test_agent_of_the_page_sees_what_its_clicks_do_in_a_browser(
         assert mismatch(learner, part) < 1e-5
 
 
-def test_turn_with_the_token_for_a_picture_is_the_last_one(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "context_parallel"])
+def test_pictures_that_the_start_could_not_know_of_are_refused_by_layouts_without(
+    seen: Seen, name: str
+) -> None:
+    learner = build_learner(seen.model, torch.device("cpu"), SETTINGS)
+    learner.layout = replace(learner.layout, **{name: 2})
+    with pytest.raises(PictureFault, match=f"trainer.{name}=2 does not go with pictures of samples; give 1"):
+        learner.see(Pictures(seen.model, seen.images), True)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "idefics3"]
+)  # positions of its own; a picture of many tokens
+def test_another_family_computes_the_same_in_each_turn(family: str, tmp_path: Path) -> None:
+    model = make_tiny_seeing(family, tmp_path / family)
+    samples = played(model, tmp_path / "images", three_turns, sampling=Sampling(n=3, max_tokens=18))
+    assert {2} <= {len(sample.pictures) for sample in samples}
+    learner = learner_of(Seen(model, tmp_path / "images", [], []))
+    batch = batch_of([samples])
+    for part in plan_step(batch, range(len(batch)), [1.0], 0, 4096, learner.arrangement.packing):
+        assert mismatch(learner, part) < 1e-5
+
+
+def test_turn_with_the_token_for_a_picture_is_the_last_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "warn_once", pytest.fail)  # the engine is not asked what it would refuse
+
     async def play(episode: Episode, j: int) -> Sample:
         while episode.tokens_left > 0 and len(episode.turns) < 8:
             await episode.generate(shows(png(j)), max_tokens=8)

@@ -51,7 +51,9 @@ def names(directory: Path) -> list[str]:
 
 
 def half_pictures(run_dir: RunDir) -> list[Path]:
-    """Return the temporary files of pictures; of nodes that were killed in the moment, if none writes one."""
+    """Return the temporary files of pictures, of nodes that were killed in the moment. One that is just being
+    written is written again by its process, if it is removed.
+    """
     return [run_dir.images / name for name in names(run_dir.images) if _HALF_PICTURE.fullmatch(name)]
 
 

@@ -1,11 +1,17 @@
 """What a run directory shows as done: every start, after anything, goes on where its outputs say."""
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
@@ -16,7 +22,9 @@ from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
+from rollout.tasks.pictures import publish_picture
 from tests.coordinator.examples import POLICY, write_checkpoint, write_json
+from tests.paths import REPOSITORY
 
 KINDS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -237,6 +245,46 @@ def test_rows_that_follow_a_checkpoint_are_those_of_the_table() -> None:
         Phase.CHECKPOINT,
         Phase.ENGINE_RESTARTED,
     ]
+
+
+def test_node_killed_while_it_writes_a_picture_leaves_a_file_that_is_found_and_hinders_nobody(
+    run_dir: RunDir,
+) -> None:
+    (run_dir.root / "a.png").write_bytes(data := png())
+    program = (
+        "import os, sys; from pathlib import Path; from rollout.tasks.pictures import publish_picture\n"
+        "os.link = lambda *_: os.kill(os.getpid(), 9)\n"
+        "publish_picture(sys.argv[1], Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", program, str(run_dir.root / "a.png"), str(run_dir.images)]
+    assert subprocess.run(command, cwd=REPOSITORY).returncode == -signal.SIGKILL
+    (half,) = published.half_pictures(run_dir)
+    assert list(run_dir.images.iterdir()) == [half]
+    digest = publish_picture(data, run_dir.images)
+    files.remove(half)
+    assert (run_dir.images / digest).read_bytes() == data and published.half_pictures(run_dir) == []
+
+
+def test_picture_whose_temporary_file_is_swept_meanwhile_is_written_again(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept, link = list[Path](), os.link
+
+    def swept_once(source: Path, target: Path) -> None:
+        if not swept:
+            swept.extend(published.half_pictures(run_dir))
+            files.remove(swept[0])
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", swept_once)
+    digest = publish_picture(png(), run_dir.images)
+    assert len(swept) == 1 and (run_dir.images / digest).read_bytes() == png()
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "PNG")
+    return file.getvalue()
 
 
 def test_half_picture_is_found_beside_pictures_and_what_creators_agreed_by(run_dir: RunDir) -> None:

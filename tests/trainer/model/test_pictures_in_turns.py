@@ -5,6 +5,7 @@ import base64
 import io
 import shutil
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,12 @@ from rollout.environments.policy import Episode, Policy
 from rollout.environments.text_gym import TextGym
 from rollout.origin import Sampling
 from rollout.pictures import digest_of, pictures_in, size_of
+from rollout.storage import files
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Sample
 from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.browser import CHROMIUM
+from tests.faultfs import FaultFs, unavailable
 from tests.rollout.environments.outside import MODULES
 from tests.rollout.scripted import Agent
 from tests.trainer.model.test_pictures import SETTINGS, Seen, batch_of, learner_of, microbatches, mismatch
@@ -227,6 +230,30 @@ def test_observations_of_a_gym_are_shown(
         assert sample.fault is None and sample.pictures[0].digest == first
         assert len({picture.digest for picture in sample.pictures}) == len(sample.pictures)
     assert max(len(sample.pictures) for sample in samples) > 1
+
+
+def test_storage_that_fails_and_publishes_late_loses_and_changes_no_sample(
+    seen: Seen, tmp_path: Path
+) -> None:
+    """An engine's client of one mount, and the trainer's of another one, once it sees the part."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with FaultFs(tmp_path / "fs", 2) as shared:
+        one, two = (mount.path for mount in shared.mounts)
+        shared.set(error_rate=0.03, lie_rate=0.03)
+        shared[1].set(publishes_s=2.0)
+        samples = played(seen.model, one / "images", three_turns)
+        files.publish(one / "part", b"made")
+        for sample, calm in zip(samples, seen.groups[0], strict=True):
+            assert (sample.token_ids == calm.token_ids).all() and sample.pictures == calm.pictures
+        while "part" not in files.listing(two):
+            time.sleep(0.05)
+        learner = learner_of(Seen(seen.model, two / "images", [], []))
+        for part in microbatches(batch_of([samples]), Packing()):
+            assert mismatch(learner, part) < 1e-5
+        digests = {picture.digest for sample in samples for picture in sample.pictures}
+        left = {path.name for path in (shared.backing / "images").iterdir()} - digests
+        assert all(files.is_temporary(name) for name in left)  # a lie about what it has removed
 
 
 PAGE = """<!doctype html><title>A shop</title><body style="background: #ddd"><script>

@@ -74,6 +74,19 @@ def size_of(data: bytes) -> tuple[int, int]:
         return picture.size
 
 
+def side_by_side(pictures: Sequence[bytes], side: int) -> "Image":
+    """Return checked pictures in one, each `side` pixels wide and high at most."""
+    from PIL import Image
+
+    shown = [open_picture(data) for data in pictures]
+    for picture in shown:
+        picture.thumbnail((side, side))
+    whole = Image.new("RGB", (sum(p.width for p in shown), max(p.height for p in shown)), "white")
+    for number, picture in enumerate(shown):
+        whole.paste(picture, (sum(p.width for p in shown[:number]), 0))
+    return whole
+
+
 def thumbnail(data: bytes, side: int) -> str:
     """Return a checked picture, `side` pixels wide and high at most, as a `data:` URI."""
     picture, small = open_picture(data), io.BytesIO()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from coordinator.journal.sample_tables import COLUMNS
+from coordinator.journal.sample_tables import COLUMNS, columns
 from coordinator.settings.loading import flatten, show
 from coordinator.settings.tree import RunSettings
 
@@ -32,7 +32,9 @@ class Sink(Protocol):
         ...
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Take samples of an iteration: rows of COLUMNS; `name`: what they are of, train or eval."""
+        """Take samples of an iteration: rows of COLUMNS, or with pictures behind them; `name`: what they are
+        of, train or eval.
+        """
         ...
 
     def close(self) -> None:
@@ -57,9 +59,16 @@ class TensorBoard:
         self._writer.flush()
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
-        """See Sink. A text: TensorBoard has no tables."""
+        """See Sink. A text, and pictures: TensorBoard has no tables."""
+        import numpy as np  # which tensorboardX has imported
+
         text = "\n\n".join("\n".join(f"    {line}" for line in _lines(row)) for row in rows)
         self._writer.add_text(f"samples/{name}", text, iteration)
+        shown = {row[1]: row[-1] for row in rows if len(row) > len(COLUMNS) and row[-1] is not None}
+        for number, picture in enumerate(shown.values()):
+            self._writer.add_image(
+                f"samples/{name}/{number}", np.asarray(picture), iteration, dataformats="HWC"
+            )
         self._writer.flush()
 
     def close(self) -> None:
@@ -90,7 +99,7 @@ class WandB:
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         """See Sink."""
-        table = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        table = self._wandb.Table(columns=columns(rows), data=_with_pictures(rows, self._wandb.Image))
         self._run.log({f"samples/{name}": table, "iteration": iteration})
 
     def close(self) -> None:
@@ -116,7 +125,8 @@ class Trackio:
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         """See Sink."""
-        table = self._trackio.Table(data=[dict(zip(COLUMNS, row, strict=True)) for row in rows])
+        shown, names = _with_pictures(rows, self._trackio.Image), columns(rows)
+        table = self._trackio.Table(data=[dict(zip(names, row, strict=True)) for row in shown])
         self._trackio.log({f"samples_{name}": table}, step=iteration)
 
     def close(self) -> None:
@@ -134,7 +144,7 @@ class MLflow:
     def __init__(self, run: About) -> None:
         self._entities: Any = importlib.import_module("mlflow.entities")
         mlflow: Any = importlib.import_module("mlflow")
-        self._client = mlflow.MlflowClient()
+        self._client, self._image = mlflow.MlflowClient(), mlflow.Image
         project = run.settings.metrics.project
         experiment = self._client.get_experiment_by_name(project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
@@ -162,7 +172,8 @@ class MLflow:
 
     def write_samples(self, iteration: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         """See Sink."""
-        table = {column: [row[at] for row in rows] for at, column in enumerate(COLUMNS)}
+        shown = _with_pictures(rows, self._image)
+        table = {column: [row[at] for row in shown] for at, column in enumerate(columns(rows))}
         self._client.log_table(self._id, table, f"samples/{name}_{iteration:06}.json")
 
     def close(self) -> None:
@@ -170,6 +181,14 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
+def _with_pictures(rows: Sequence[Sequence[Any]], image: Any) -> list[list[Any]]:
+    """Return the rows with each picture as the tracker's own type for one."""
+    return [
+        [*row[: len(COLUMNS)], *(None if shown is None else image(shown) for shown in row[len(COLUMNS) :])]
+        for row in rows
+    ]
+
+
 def _lines(row: Sequence[Any]) -> list[str]:
-    """Write a sample for people, a line for each column."""
-    return [f"{name}: {value!r}" for name, value in zip(COLUMNS, row, strict=True) if name != "iteration"]
+    """Write a sample for people, a line for each column of words and numbers."""
+    return [f"{name}: {value!r}" for name, value in zip(COLUMNS, row, strict=False) if name != "iteration"]

@@ -6,15 +6,18 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import tracker_feed
-from coordinator.journal.sample_tables import COLUMNS, LONGEST, rows
+from coordinator.journal.sample_tables import COLUMNS, LONGEST, columns, rows
 from coordinator.journal.tracker_feed import About, Sinks, check_sinks, scalars
+from coordinator.journal.tracker_kinds import WandB
 from coordinator.settings.loading import build
 from coordinator.settings.metrics import MetricsSettings
 from coordinator.settings.tree import SettingsError
@@ -224,3 +227,32 @@ def test_long_text_of_a_sample_is_cut_in_the_middle(tmp_path: Path) -> None:
     path.write_text(json.dumps(group))
     text = rows(tmp_path, "train", 1, 1)[0][COLUMNS.index("sample")]
     assert text.endswith("end") and " [...] " in text and len(text) < LONGEST + 20
+
+
+def test_pictures_of_prompts_are_pictures_in_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, made = RunDir(tmp_path), list[list[list[Any]]]()
+    run_dir.images.mkdir(parents=True)
+    for name, size in (("a", (40, 20)), ("b", (512, 256))):
+        Image.new("RGB", size, "red").save(run_dir.images / name, "PNG")
+    path = run_dir.manifest("train", 1).with_name(GROUPS)
+    path.parent.mkdir(parents=True)
+    groups = [json.loads(line_for_people(examples.group(k), rank=0, model_version="p")) for k in range(3)]
+    groups[0]["images"], groups[1]["images"] = ["a", "b"], ["gone"]
+    path.write_text("".join(f"{json.dumps(group)}\n" for group in groups))
+    table = rows(tmp_path, "train", 1, 3)
+    assert columns(table) == [*COLUMNS, "pictures"]
+    assert {row[1]: row[-1] and row[-1].size for row in table} == {
+        group["task_id"]: size for group, size in zip(groups, ((296, 128), None, None), strict=True)
+    }
+    wandb = SimpleNamespace(Image=lambda shown: ("picture", shown.size), Table=lambda columns, data: data)
+    sink = object.__new__(WandB)
+    sink._wandb, sink._run = wandb, SimpleNamespace(log=lambda values: made.append(values["samples/train"]))
+    sink.write_samples(1, "train", table)
+    assert {str(row[-1]) for row in made[0]} == {"('picture', (296, 128))", "None"}
+    sinks = sending(tmp_path, "tensorboard", samples=3)
+    sinks.write(LINES[:1])
+    sinks.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"samples/train/0" in file.read_bytes() and b"PNG" in file.read_bytes()

@@ -2,20 +2,31 @@
 the page of families.
 """
 
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rollout.engines.embedded.picture_input import PictureReader
+from rollout.pictures import digest_of
+from rollout.trajectory import Group, Picture, Sample
 from scripts.tiny_models import SPREAD
+from trainer.batch.batch import Batch, build_batch
 from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
 SIDE, PATCH, WIDTH = 16, 4, 32
+SIZES = (20, 24), (20, 24), (40, 12)
+IMAGES = "images"
+"""The folder of pictures of noise beside a model."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}PLACEHOLDER{% else %}"
@@ -28,7 +39,7 @@ _TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 512,
     "initializer_range": SPREAD,
     "pad_token_id": PAD_ID,
     "bos_token_id": EOS_ID,
@@ -183,4 +194,40 @@ def make_tiny_seeing(family: str, directory: Path) -> Path:
     getattr(transformers, name)(**settings).save_pretrained(directory)
     if more := facts.get("processor"):
         (directory / "processor_config.json").write_text(json.dumps(more))
+    (directory / IMAGES).mkdir()
+    rng = np.random.default_rng(0)
+    for width, height in SIZES:
+        data = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
+        (directory / IMAGES / digest_of(data.getvalue())).write_bytes(data.getvalue())
     return directory
+
+
+def has_pictures(directory: Path) -> bool:
+    """Return whether make_tiny_seeing has made this directory."""
+    return (directory / IMAGES).is_dir()
+
+
+def make_seeing_batch(directory: Path) -> Batch:
+    """Make 9 sequences of 3 prompts, for the model of a directory: with two pictures, with one, without."""
+    rng, reader = np.random.default_rng(0), PictureReader(directory)
+    digests = sorted(os.listdir(directory / IMAGES))
+    groups: list[Group] = []
+    for slot, places in enumerate(((1, 5), (0,), ())):
+        shown = digests[: len(places)] if slot == 0 else digests[2 : 2 + len(places)]
+        words = rng.integers(3, 90, 12).tolist()
+        for place in places:
+            words.insert(place, reader.placeholder)
+        read = [reader.read((directory / IMAGES / digest).read_bytes()) for digest in shown]
+        prompt, ranges = reader.expanded(words, read)
+        pictures = [
+            Picture(digest, place.start, place.stop) for digest, place in zip(shown, ranges, strict=True)
+        ]
+        samples: list[Sample] = []
+        for reward in (0.0, 1.0, 0.5):
+            ids = np.array([*prompt, *rng.integers(3, 90, int(rng.integers(2, 20)))], np.int32)
+            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+            engine = (mask * rng.uniform(-5, -4, len(ids))).astype(np.float32)
+            samples.append(Sample(ids, mask, engine, "stop", text="", reward=reward, pictures=pictures))
+        groups.append(Group(slot, f"task-{slot}", "", samples))
+    return build_batch(groups, manifest_sha256="m", policy="p", temperature=1.0, seed=7)

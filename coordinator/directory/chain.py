@@ -20,13 +20,11 @@ from trainer.documents import PROOF, RESULT, TrainResult
 
 @dataclass
 class Chain:
-    """What was read of a run's chain; all lists but `pictures` and `broken` are of iterations."""
+    """What was read of a run's chain; all lists but `broken` are of iterations."""
 
     checkpoints: list[int] = field(default_factory=list[int])
     batches: list[int] = field(default_factory=list[int])
     samples: list[int] = field(default_factory=list[int])
-    pictures: list[str] = field(default_factory=list[str])
-    """The digests of those that the samples show."""
     broken: list[str] = field(default_factory=list[str])
     """Each link that does not hold, with the iteration, the file and both digests."""
 
@@ -131,12 +129,10 @@ def _batch(
     if digest != document.get("manifest_sha256"):
         yield _differs(path, digest, "batch.json", document.get("manifest_sha256"))
         return  # what it says of the parts is not to be trusted
-    yield from _samples(chain, run_dir, number, published.read_json(path) or {}, known)
+    yield from _samples(run_dir, number, published.read_json(path) or {}, known)
 
 
-def _samples(
-    chain: Chain, run_dir: RunDir, number: int, manifest: dict[str, Any], known: dict[int, str]
-) -> Iterator[str]:
+def _samples(run_dir: RunDir, number: int, manifest: dict[str, Any], known: dict[int, str]) -> Iterator[str]:
     sampler = manifest["origin"]["policy_iteration"]
     is_own = "rescored" not in manifest  # else the samples are of a policy of the run that it comes from
     if is_own and known.get(sampler, manifest["policy"]) != manifest["policy"]:
@@ -144,26 +140,9 @@ def _samples(
         yield _differs(path, manifest["policy"], f"the policy of iteration {sampler}", known[sampler])
     for entry in manifest["parts"]:
         try:
-            groups = parts.read_groups(run_dir.trajectories("train", number), {"parts": [entry]})
+            parts.read_groups(run_dir.trajectories("train", number), {"parts": [entry]})
         except Incomplete as error:
             yield str(error)
-            continue
-        shown = {
-            picture.digest for group in groups for sample in group.samples for picture in sample.pictures
-        }
-        for digest in sorted(shown.difference(chain.pictures)):
-            chain.pictures.append(digest)
-            yield from _picture(run_dir.images / digest)
-
-
-def _picture(path: Path) -> Iterator[str]:
-    try:
-        digest = files.file_facts(path)["sha256"]
-    except FileNotFoundError:
-        yield f"{path}: this picture of a sample is missing"
-        return
-    if digest != path.name:
-        yield _differs(path, digest, "its name", path.name)
 
 
 def _differs(path: Any, digest: object, where: str, other: object) -> str:

@@ -137,6 +137,17 @@ def keep_frequencies(model: Any) -> None:
             module.rope_type = _kept(kind)
 
 
+def keep_causal(model: Any) -> None:
+    """Let the decoder of a model of transformers never see ahead where it is given no mask. PaliGemma's would
+    without pictures: it calls itself bidirectional, for what it sees of a prompt.
+    """
+    sees_ahead = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    if sees_ahead is True and hasattr(model.base_model, "get_image_features"):
+        for module in model.get_decoder().modules():
+            if getattr(module, "is_causal", True) is False:
+                module.is_causal = True
+
+
 def _kept(kind: Any) -> Any:
     return "steady" if kind == "longrope" or "dynamic" in str(kind) else kind
 

@@ -3,7 +3,7 @@
 import json
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,15 @@ import torch.distributed as dist
 
 from rollout.engines.embedded.batch import Generation
 from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.picture_input import PictureReader
+from rollout.trajectory import Picture
 from scripts.models.forked import LIMIT_S, Differs, Failed, forked
 from scripts.tiny_models import make_batch
+from scripts.tiny_seeing_models import IMAGES, has_pictures, make_seeing_batch
+from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.model.model import Learner, build_learner
+from trainer.model.pictures import Pictures
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import StepStats, train
 
@@ -30,9 +35,9 @@ RANKS = 2
 
 def rows(directory: Path) -> str:
     """Return how sequences are kept apart in a row; the largest error of a logprob in the batch's rows."""
-    learner = build_learner(directory, CPU, TrainerSettings(share_prompts=False))
+    learner = _learner(directory, TrainerSettings(share_prompts=False))
     packing = learner.arrangement.packing
-    error = _error(learner, packing)
+    error = _error(learner, _batch(directory), packing)
     return f"{learner.arrangement.apart.value if packing.several else 'alone'}, {_small(error)}".removesuffix(
         ", 0"
     )
@@ -40,10 +45,11 @@ def rows(directory: Path) -> str:
 
 def shared_prompts(directory: Path) -> str:
     """Return the largest error of a logprob where prompts are shared; `no` where they are not."""
-    learner = build_learner(directory, CPU, TrainerSettings())
+    learner = _learner(directory, TrainerSettings())
     if not learner.arrangement.packing.pairs_per_token:
         return "no"
-    return _small(_error(learner, Packing(learner.arrangement.packing.several, 1e6)))
+    packing = Packing(learner.arrangement.packing.several, 1e6)
+    return _small(_error(learner, _batch(directory), packing))
 
 
 def sharded(directory: Path, **settings: Any) -> str:
@@ -65,8 +71,8 @@ tensor_parallel = partial(sharded, tensor_parallel_size=2)
 def lora(directory: Path) -> str:
     """Take a step with adapters of all linear layers, routers excepted: how many modules have one."""
     settings = TrainerSettings(lora=LoraSettings(rank=4))
-    learner = build_learner(directory, CPU, settings)
-    (step,) = _train(learner, settings)
+    learner = _learner(directory, settings)
+    (step,) = _train(learner, _batch(directory), settings)
     if not step.grad_norm > 0:
         raise Differs(f"the gradient's norm is {step.grad_norm}")
     return f"{len(learner.parameters) // 2}"
@@ -76,16 +82,22 @@ def embedded_engine(directory: Path) -> str:
     """Generate for prompts of two lengths at once: the largest error of its logprobs."""
     engine = TorchEngine(directory, dtype=torch.float64, max_batch=8)
     engine.start()
-    asked = [
-        (prompt, engine.submit(Generation(prompt, 2, 24, temperature=1.0, top_p=1.0, stop=(), seed=0)))
-        for prompt in _prompts()
-    ]
+    reader = PictureReader(directory) if has_pictures(directory) else None
+    asked: list[Any] = []
+    for prompt, pictures in _shown_prompts(directory):
+        shown = [
+            (reader.read((directory / IMAGES / picture.digest).read_bytes()), picture.begin)
+            for picture in pictures
+            if reader
+        ]
+        generation = Generation(prompt, 2, 24, temperature=1.0, top_p=1.0, stop=(), seed=0, pictures=shown)
+        asked.append((prompt, pictures, engine.submit(generation)))
     return _small(
         _largest_error(
             directory,
             (
-                ([*prompt, *row.token_ids], row.logprobs)
-                for prompt, future in asked
+                ([*prompt, *row.token_ids], row.logprobs, pictures)
+                for prompt, pictures, future in asked
                 for row in future.result(LIMIT_S)
             ),
         )
@@ -104,7 +116,7 @@ def vllm(directory: Path, server: Path) -> str:
             answer = json.loads(lines.readline() or '{"failed": "the process died"}')
     if "failed" in answer:
         raise Failed(" ".join(answer["failed"].split()))
-    error = _small(_largest_error(directory, answer["rows"]))
+    error = _small(_largest_error(directory, ((*row, ()) for row in answer["rows"])))
     return error if answer["through"] == "vLLM" else rf"{error}\*"
 
 
@@ -124,10 +136,20 @@ def _small(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
+def _batch(directory: Path) -> Batch:
+    return make_seeing_batch(directory) if has_pictures(directory) else make_batch()
+
+
+def _learner(directory: Path, settings: TrainerSettings) -> Learner:
+    learner = build_learner(directory, CPU, settings)
+    if has_pictures(directory):
+        learner.see(Pictures(directory, directory / IMAGES), settings.share_prompts)
+    return learner
+
+
 @torch.no_grad()
-def _error(learner: Learner, packing: Packing) -> float:
+def _error(learner: Learner, batch: Batch, packing: Packing) -> float:
     """Return the largest error of a logprob in the batch's rows, against each sequence on its own."""
-    batch = make_batch()
 
     def by_token(microbatches: list[Microbatch]) -> dict[tuple[int, float], float]:
         scores: dict[tuple[int, float], float] = {}
@@ -146,43 +168,62 @@ def _prompts() -> list[list[int]]:
     return [make_batch().token_ids[:length].tolist() for length in (16, 5)]
 
 
-def _largest_error(directory: Path, rows: Iterable[tuple[list[int], list[float]]]) -> float:
-    """Return the largest error of an engine's logprobs, from the tokens of each row and the logprobs of its
-    last ones.
+def _shown_prompts(directory: Path) -> list[tuple[list[int], Sequence[Picture]]]:
+    """Return prompts with the pictures in them."""
+    if not has_pictures(directory):
+        return [(prompt, ()) for prompt in _prompts()]
+    batch = make_seeing_batch(directory)
+    firsts = range(0, len(batch), len(batch) // 3)
+    starts = [int(batch.offsets[k]) for k in firsts]
+    lengths = [int(batch.loss_mask[start:].argmax()) for start in starts]
+    return [
+        (batch.token_ids[start : start + length].tolist(), batch.pictures[k])
+        for k, start, length in zip(firsts, starts, lengths, strict=True)
+    ]
+
+
+def _largest_error(
+    directory: Path, rows: Iterable[tuple[list[int], list[float], Sequence[Picture]]]
+) -> float:
+    """Return the largest error of an engine's logprobs, from the tokens of each row, the logprobs of its
+    last ones, and its pictures.
     """
-    learner = build_learner(directory, CPU, TrainerSettings())
+    learner = _learner(directory, TrainerSettings())
     errors = [
-        np.abs(_scores(learner, token_ids)[-len(logprobs) :] - np.array(logprobs)).max()
-        for token_ids, logprobs in rows
+        np.abs(_scores(learner, token_ids, len(logprobs), pictures) - np.array(logprobs)).max()
+        for token_ids, logprobs, pictures in rows
     ]
     return float(max(errors))
 
 
 @torch.no_grad()
-def _scores(learner: Learner, token_ids: list[int]) -> np.ndarray[Any, Any]:
-    """Return the learner's logprobs of all tokens but the first."""
+def _scores(
+    learner: Learner, token_ids: list[int], count: int, pictures: Sequence[Picture]
+) -> np.ndarray[Any, Any]:
+    """Return the learner's logprobs of the last tokens."""
     ids = np.array(token_ids)
-    nothing = np.zeros(len(ids) - 1, np.float32)
+    nothing = np.zeros(count, np.float32)
     return learner.logprobs(
         Microbatch(
             token_ids=ids[None],
             position_ids=np.arange(len(ids))[None],
-            scored_at=np.arange(len(ids) - 1),
-            targets=ids[1:],
+            scored_at=np.arange(len(ids) - 1 - count, len(ids) - 1),
+            targets=ids[-count:],
             engine_logprobs=nothing,
             advantages=nothing,
-            sequences=np.zeros(len(ids) - 1, np.int64),
+            sequences=np.zeros(count, np.int64),
             tokens=len(ids),
             temperatures=nothing + 1,
+            pictures=[(p.digest, p.begin, p.end - p.begin) for p in pictures] if learner.pictures else None,
         )
     )[0].numpy()
 
 
-def _train(learner: Learner, settings: TrainerSettings) -> list[StepStats]:
+def _train(learner: Learner, batch: Batch, settings: TrainerSettings) -> list[StepStats]:
     weights = [1.0] * learner.layout.world_size
     return train(
         learner,
-        make_batch(),
+        batch,
         settings,
         max_tokens=40,
         rank_weights=weights,
@@ -192,7 +233,7 @@ def _train(learner: Learner, settings: TrainerSettings) -> list[StepStats]:
 
 def _steps(directory: Path, settings: dict[str, Any]) -> list[StepStats]:
     chosen = TrainerSettings.model_validate({"max_tokens_per_microbatch": 128, **settings})
-    return _train(build_learner(directory, CPU, chosen), chosen)
+    return _train(_learner(directory, chosen), _batch(directory), chosen)
 
 
 def _in_ranks(directory: Path, settings: dict[str, Any]) -> list[StepStats]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.model_dir import ADAPTER_CONFIG
-from rollout.engines.model_facts import keep_frequencies
+from rollout.engines.model_facts import keep_causal, keep_frequencies
 from rollout.storage import files
 from trainer.model import parallel, quantised, slices, vision
 from trainer.model.parallel import Layout
@@ -70,6 +70,7 @@ def build_scorer(
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
     slices.fill(blank, held, sources, directory, device, progress.moved)
     keep_frequencies(blank)
+    keep_causal(blank)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in adapters:

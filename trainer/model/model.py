@@ -154,10 +154,21 @@ class Learner:
         scored_at, targets = (
             torch.from_numpy(array).to(self.device) for array in (microbatch.scored_at, microbatch.targets)
         )
+        pictures = None
+        if microbatch.pictures is not None:
+            if self.pictures is None:
+                raise ValueError("the batch has pictures, and the request does not say where they are")
+            pictures = self.pictures.placed(microbatch)
         scorer.use(kernel if len(targets) else Kernel.OWN, divided)
         if len(targets):
             inputs = packed_sequences.decoder_inputs(
-                microbatch, apart, kernel, scorer.config, self.device, divided
+                microbatch,
+                apart,
+                kernel,
+                scorer.config,
+                self.device,
+                divided,
+                pictures.is_place(microbatch.token_ids.shape) if pictures else None,
             )
         elif self.layout.sharded:
             # This rank must help to gather the layers. It passes one token, which is not scored.
@@ -175,11 +186,6 @@ class Learner:
         temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
         if (microbatch.temperatures != 1).any():
             temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
-        pictures = None
-        if microbatch.pictures is not None:
-            if self.pictures is None:
-                raise ValueError("the batch has pictures, and the request does not say where they are")
-            pictures = self.pictures.placed(microbatch)
         mine = None
         if divided:
             inputs, scored_at, mine = context.own_block(

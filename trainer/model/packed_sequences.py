@@ -39,6 +39,8 @@ class Apart(Enum):
     """Positions that restart with each sequence, and no mask."""
     MASKS = "masks"
     """A mask for each kind of attention layer as well."""
+    PICTURES = "masks that show whole pictures"
+    """The same, in which tokens of a picture see those behind them that are of it too (Gemma 3)."""
     KERNELS = "kernels"
     """The bounds of the sequences as well, which the kernels of recurrent layers take."""
 
@@ -105,12 +107,14 @@ def decoder_inputs(
     config: Any,
     device: torch.device,
     divided: bool = False,
+    is_picture: Tensor | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of a transformers decoder for the microbatch's tokens, on `device`.
 
     With bounds, of Apart.KERNELS or of the attention's `kernel`, the rows become one long row, because the
     kernels of recurrent layers take bounds within a single row. `config` must name the kernel's attention.
-    `divided`: the model will see some of the columns, and can make no mask of them itself.
+    `divided`: the model will see some of the columns, and can make no mask of them itself. `is_picture` (R,
+    C): where features of pictures are.
     """
     positions = microbatch.position_ids
     is_packed = microbatch.is_packed
@@ -128,8 +132,9 @@ def decoder_inputs(
         if segments is None:
             numbers = np.cumsum(positions == 0, axis=1)
             segments = np.stack([numbers, numbers])
+        whole = is_picture if apart is Apart.PICTURES else None
         inputs["attention_mask"] = attention_masks(
-            torch.from_numpy(segments).to(device), inputs["position_ids"], config
+            torch.from_numpy(segments).to(device), inputs["position_ids"], config, whole
         )
     return inputs
 
@@ -150,19 +155,23 @@ def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any
     }
 
 
-def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
+def attention_masks(segments: Tensor, position_ids: Tensor, config: Any, whole: Tensor | None = None) -> Any:
     """Return the mask that the model's attention takes, or a dict of them by kind of layer if it has kinds.
 
     `segments` (2, R, C): see Microbatch; `position_ids` (R, C). A mask is what transformers makes for the
     config's attention: (R, 1, C, C), boolean for sdpa and added for eager, or flex attention's BlockMask.
+    `whole` (R, C): neighbours here see each other, also ahead.
     """
     segment, before = segments
+    blocks = None if whole is None else _blocks(whole.to(position_ids.device))
     make = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def mask(reaches: Callable[[Tensor, Tensor], Tensor] | None) -> Any:
         def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             theirs = segment[row, key]
             seen = ((segment[row, query] == theirs) | (before[row, query] == theirs)) & (key <= query)
+            if blocks is not None:
+                seen = seen | ((blocks[row, query] == blocks[row, key]) & (blocks[row, query] > 0))
             if reaches is None:
                 return seen
             return seen & reaches(position_ids[row, query], position_ids[row, key])
@@ -192,6 +201,13 @@ def attention_masks(segments: Tensor, position_ids: Tensor, config: Any) -> Any:
     if chunk:
         masks["chunked_attention"] = mask(in_chunk)
     return masks
+
+
+def _blocks(whole: Tensor) -> Tensor:
+    """(R, C) numbers from 1 of the runs of `whole` in each row; elsewhere 0."""
+    begins = whole.clone()
+    begins[:, 1:] &= ~whole[:, :-1]
+    return begins.cumsum(1) * whole
 
 
 Score = Callable[[Microbatch, Apart, Kernel], Tensor]
@@ -224,6 +240,7 @@ def arrange(
     """
     batch = _two_sequences(config.vocab_size, picture)
     prompt = PROMPT + len(picture)
+    words = slice(prompt + len(picture), int(batch.input_tokens[0]))
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
     both = Bundle([0, 1], first.tokens + second.tokens - prompt, prompt)
     packed = fill(batch, [[first, second], [second]])
@@ -232,13 +249,14 @@ def arrange(
         alone = [score(fill(batch, [[sequence]]), Apart.POSITIONS, plain) for sequence in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
         seen = score(one_row, Apart.POSITIONS, plain)
-        trial = _Trial(score, [*alone, alone[1]], seen, exact, slice(prompt, first.tokens))
+        trial = _Trial(score, [*alone, alone[1]], seen, exact, words)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         is_told = agree(is_telling)
-        ways = [Apart.POSITIONS, Apart.MASKS, *[Apart.KERNELS] * kernels] if is_told else []
+        pictures = [Apart.PICTURES] if picture else []
+        ways = [Apart.POSITIONS, Apart.MASKS, *pictures, *[Apart.KERNELS] * kernels] if is_told else []
         apart = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
-        shared = fill(batch, [[both]])
-        shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, Apart.MASKS))
+        shared, masks = fill(batch, [[both]]), apart if apart in pictures else Apart.MASKS
+        shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, masks))
         reasons: dict[Kernel, str] = {}
         for kernel in attention:
             has_one = any(not reason for reason in reasons.values())
@@ -250,7 +268,7 @@ def arrange(
                 if not has_one:  # else that one computes rows without shared prompts
                     reason = trial.mistake(packed, apart, kernel)
                 if not reason and shares and not kernel.takes_bounds:
-                    reason = trial.mistake(shared, Apart.MASKS, kernel)
+                    reason = trial.mistake(shared, masks, kernel)
             reasons[kernel] = "" if agree(not reason) else reason or "it fails on another rank"
         works = {kernel for kernel, reason in reasons.items() if not reason}
         if Kernel.VARLEN in works and Kernel.FLEX not in works:
@@ -315,11 +333,11 @@ class _Trial:
         return "sequences of a row do not score as they do alone"
 
     def ignores_what_follows(self, microbatch: Microbatch) -> bool:
-        """Return whether scores in the first half of each row stay if the words of the second half change."""
+        """Return whether scores in the first half of the words stay if those of the second half change."""
         columns = microbatch.token_ids.shape[1]
-        words = microbatch.token_ids.copy()
-        words[:, columns // 2 :] = words[:, : columns // 2 - 1 : -1]
-        first_half = torch.from_numpy(microbatch.scored_at % columns < columns // 2)
+        middle, words = (self._words.start + columns) // 2, microbatch.token_ids.copy()
+        words[:, middle:] = words[:, middle:][:, ::-1]
+        first_half = torch.from_numpy(microbatch.scored_at % columns < middle)
         scores = [
             self._score(replace(microbatch, token_ids=token_ids), Apart.POSITIONS, Kernel.OWN)[first_half]
             for token_ids in (microbatch.token_ids, words)
@@ -358,17 +376,24 @@ def _sees_farther_than_is_tried(config: Any) -> bool:
 
 def _two_sequences(vocabulary: int, picture: Sequence[int] = ()) -> Batch:
     """Sequences of TOKENS, whose first PROMPT tokens, and a picture behind them, are the same and not
-    trained.
+    trained. The first has the picture twice: what is at one place in it is elsewhere in the second.
     """
     rng, prompt = np.random.default_rng(0), PROMPT + len(picture)
     words = [rng.integers(0, vocabulary, length) for length in TOKENS]
     words[1][:PROMPT] = words[0][:PROMPT]
-    words = [np.concatenate([few[:PROMPT], picture, few[PROMPT:]]) for few in words]
+    words = [
+        np.concatenate([few[:PROMPT], *[picture] * times, few[PROMPT:]])
+        for few, times in zip(words, (2, 1), strict=True)
+    ]
+    trained = [
+        np.arange(len(few)) >= len(few) - length + PROMPT for few, length in zip(words, TOKENS, strict=True)
+    ]
+    shown = [Picture(EXAMPLE, PROMPT, prompt), Picture(EXAMPLE, prompt, prompt + len(picture))]
     first, total = len(words[0]), sum(map(len, words))
     nothing = np.zeros(2, np.float32)
     return Batch(
         token_ids=np.concatenate(words).astype(np.int32),
-        loss_mask=np.concatenate([np.arange(len(few)) >= prompt for few in words]).astype(np.uint8),
+        loss_mask=np.concatenate(trained).astype(np.uint8),
         logprobs=np.zeros(total, np.float32),
         offsets=np.array([0, first, total]),
         advantages=nothing,
@@ -380,5 +405,5 @@ def _two_sequences(vocabulary: int, picture: Sequence[int] = ()) -> Batch:
         manifest_sha256="",
         policy="",
         seed=0,
-        pictures=[[Picture(EXAMPLE, PROMPT, prompt)]] * 2 if picture else (),
+        pictures=[shown, shown[:1]] if picture else (),
     )

@@ -84,8 +84,7 @@ def verify(root: Path, iteration: int | None, files_only: bool) -> int:
 
 def _described(chain: Chain) -> Iterator[str]:
     kept = (("checkpoints", chain.checkpoints), ("batches", chain.batches), ("samples", chain.samples))
-    kept += (("pictures", chain.pictures),) if chain.pictures else ()
-    counts = ", ".join(f"{name} ({len(each)})" for name, each in kept)
+    counts = ", ".join(f"{name} ({len(numbers)})" for name, numbers in kept)
     yield f"digests of {counts}: " + ("NOT ALL FIT" if chain.broken else "each fits the next")
     yield from (f"  {problem}" for problem in chain.broken)
 

@@ -188,12 +188,12 @@ class Placed:
         names = self.pictures[0][0].tensors
         return {name: _joined([shown.tensors[name] for shown, _ in self.pictures]) for name in names}
 
-    def is_place(self, shape: torch.Size) -> Tensor:
+    def is_place(self, shape: Sequence[int]) -> Tensor:
         """(rows, columns) where features go."""
         places = [begin + k for shown, begin in self.pictures for k in shown.features]
-        is_place = torch.zeros(shape.numel(), dtype=torch.bool)
-        is_place[torch.tensor(places, dtype=torch.long)] = True
-        return is_place.view(shape)
+        is_place = torch.zeros(*shape, dtype=torch.bool)
+        is_place.view(-1)[torch.tensor(places, dtype=torch.long)] = True
+        return is_place
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

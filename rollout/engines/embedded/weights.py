@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, weight_files
-from rollout.engines.model_facts import keep_frequencies
+from rollout.engines.model_facts import keep_causal, keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of config.json that may differ between versions of a model."""
@@ -116,6 +116,7 @@ def load_model(
     model, info = loaded
     refuse_incomplete(model_dir, model, info)
     keep_frequencies(model)
+    keep_causal(model)
     return model.eval()
 
 

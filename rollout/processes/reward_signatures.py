@@ -1,7 +1,7 @@
-"""Reward functions with the parameters that TRL or verl gives them: for those of (task, completion).
+"""Reward functions with the parameters of TRL, verl or OpenRLHF, taken for those of (task, completion).
 
 TRL calls `reward(completions, prompts, **columns)` with lists, verl `compute_score(data_source, solution_str,
-ground_truth, extra_info)` with one sample.
+ground_truth, extra_info)` with one sample, OpenRLHF `reward_func(queries, prompts, labels)` with lists.
 """
 
 import functools
@@ -11,25 +11,22 @@ from typing import Any, cast
 
 from rollout.plugins import is_async
 
+_Convention = tuple[Callable[[dict[str, Any], str], dict[str, Any]], Callable[[Any], Any]]
+"""What to call a function with, and what its result means."""
 _NO_COLUMNS = ("prompt", "messages", "prompts", "completion", "completions")
 """Fields of a task that TRL's functions do not get by their names."""
 
 
 def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (task, completion) that calls one with TRL's or verl's parameters; any other
+    """Return a function of (task, completion) that calls one with the parameters of the others; any other
     function as it is. One that takes lists gets lists of one.
     """
-    try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-    except (TypeError, ValueError):  # it is written in C
+    parameters = _parameters(function)
+    convention = _convention(parameters)
+    if convention is None:
         return function
+    arguments, result = convention
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "completions" in parameters and "completion" not in parameters:
-        arguments, result = _arguments_of_trl, _only
-    elif {"solution_str", "ground_truth"} <= parameters.keys():
-        arguments, result = _arguments_of_verl, _with_reward
-    else:
-        return function
 
     def call(task: dict[str, Any], completion: str) -> Any:
         values = arguments(task, completion)
@@ -46,6 +43,48 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
         return result(call(task, completion))
 
     return functools.update_wrapper(score, function)
+
+
+def lacking(function: Callable[..., Any]) -> Callable[[dict[str, Any]], list[str]]:
+    """Return what says which fields a task would need for a function with the parameters of others; for any
+    other function it says none.
+    """
+    parameters = _parameters(function)
+    convention = _convention(parameters)
+    if convention is None:
+        return lambda task: []
+    needed = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+    def of_task(task: dict[str, Any]) -> list[str]:
+        arguments = convention[0](task, "")
+        if "ground_truth" in needed and arguments.get("ground_truth", "") is None:
+            return ["answer"]
+        return [name for name in needed if name not in arguments]
+
+    return of_task
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # it is written in C
+        return {}
+
+
+def _convention(parameters: Mapping[str, inspect.Parameter]) -> _Convention | None:
+    """Return how the function is called that has these parameters; None: with (task, completion)."""
+    if "completions" in parameters and "completion" not in parameters:
+        return _arguments_of_trl, _only
+    if {"solution_str", "ground_truth"} <= parameters.keys():
+        return _arguments_of_verl, _with_reward
+    if {"queries", "prompts", "labels"} <= parameters.keys():
+        return _arguments_of_openrlhf, _with_logs
+    return None
 
 
 def _arguments_of_trl(task: dict[str, Any], completion: str) -> dict[str, Any]:
@@ -67,6 +106,13 @@ def _arguments_of_verl(task: dict[str, Any], completion: str) -> dict[str, Any]:
     }
 
 
+def _arguments_of_openrlhf(task: dict[str, Any], completion: str) -> dict[str, Any]:
+    messages: list[Any] = task.get("messages") or [{"content": task.get("prompt")}]
+    prompt = "\n".join(str(message["content"]) for message in messages)  # without the chat template
+    label = task.get("answer", task.get("label", ""))
+    return {"queries": [prompt + completion], "prompts": [prompt], "labels": [label]}
+
+
 def _only(rewards: Any) -> Any:
     """Return the one reward of a list; None, which is TRL's word for a sample that it does not score, is 0.
     Raises ValueError for anything but a list of one.
@@ -75,15 +121,35 @@ def _only(rewards: Any) -> Any:
         (reward,) = rewards
     except (TypeError, ValueError):
         raise ValueError(
-            "it takes `completions`, so it must return a list with one reward for each; it returned "
+            "it takes lists, so it must return a list with one reward for each; it returned "
             f"{rewards!r:.100} for one"
         ) from None
     return 0.0 if reward is None else reward
 
 
 def _with_reward(result: Any) -> Any:
-    """Return a number as it is, and a dict, in which verl has a `score`, with that as `reward`."""
+    """Return a number as it is, and a dict, in which verl has a `score`, with that as `reward`, and without
+    the texts, such as `pred`, that verl only logs.
+    """
     if not isinstance(result, Mapping):
         return result
     scores = cast("Mapping[str, Any]", result)
-    return {"reward" if name == "score" else name: value for name, value in scores.items()}
+    return {
+        "reward" if name == "score" else name: value
+        for name, value in scores.items()
+        if name in ("score", "reward") or not isinstance(value, str | None)
+    }
+
+
+def _with_logs(result: Any) -> Any:
+    """Return the one reward of a list, and of OpenRLHF's dict the `rewards` with the `extra_logs`."""
+    if not isinstance(result, Mapping):
+        return _number(result)
+    parts = cast("Mapping[str, Any]", result)
+    logs = {name: _number(value) for name, value in parts.get("extra_logs", {}).items()}
+    return {**logs, "reward": _number(parts.get("rewards"))}
+
+
+def _number(values: Any) -> Any:
+    """Return the only number of a list, or of a tensor of any shape, as a number."""
+    return values.item() if hasattr(values, "item") else _only(values) if isinstance(values, list) else values

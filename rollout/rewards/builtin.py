@@ -28,7 +28,7 @@ from rollout.plugins import (
 )
 from rollout.processes.killable_rewards import LibraryReward, SyncReward
 from rollout.processes.pool import CallFailed, CallLost
-from rollout.processes.reward_signatures import with_our_parameters
+from rollout.processes.reward_signatures import lacking, with_our_parameters
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
@@ -305,8 +305,9 @@ _checking = functools.cache(_with_parameters)  # the check of each task needs it
 
 
 def check_task(text: str, task: Task) -> None:
-    """Raise ValueError if a built-in reward that `text` names cannot score any completion of the task. The
-    error says what is wrong, "it has no `answer`", and of several rewards which one it is.
+    """Raise ValueError if a reward that `text` names, built in or with the parameters of TRL or verl, cannot
+    score any completion of the task. The error says what is wrong, "it has no `answer`", and of several
+    rewards which one it is.
     """
     parts = parts_of(text)
     for part in parts:
@@ -326,6 +327,16 @@ def _check_task(name: str, task: Task) -> None:
         pattern_of(task)
     elif function is not None:
         function(task, "")
+    elif needed := _lacking(name)(task):
+        raise ValueError(f"it has no `{needed[0]}`; {name_of_answer(task, needed[0])}")
+
+
+@functools.cache
+def _lacking(name: str) -> Callable[[dict[str, Any]], list[str]]:
+    try:
+        return lacking(load_function(name, make=False))
+    except PluginError:  # refused, or on its way here, elsewhere
+        return lambda task: []
 
 
 async def score(

@@ -237,13 +237,13 @@ def _names(fields: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def name_of_answer(task: Mapping[str, Any]) -> str:
-    """Return how to name the column of the answer, for people; `task` has none."""
+def name_of_answer(task: Mapping[str, Any], field: str = "answer") -> str:
+    """Return how to name the column of the answer, or of another field, for people; `task` has none."""
     shown = ("id", "prompt", "messages", "tools", ANSWER)
     there = _names({name: value for name, value in task.items() if name not in shown})
     likely = [name for name in there if name.rpartition(".")[2] in _ANSWERS]
     example = (likely or ["COLUMN"])[0]
-    return f"name its column, e.g. columns.answer={example} (there is {', '.join(there) or 'none'})"
+    return f"name its column, e.g. columns.{field}={example} (there is {', '.join(there) or 'none'})"
 
 
 def _hint(task: Mapping[str, Any]) -> str:

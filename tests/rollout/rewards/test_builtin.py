@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def trl_lacks(completions, solution): return [1.0]
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     hard = data_source == "sums" and extra_info["hard"]
     return {"score": float(solution_str == ground_truth), "hard": hard}
+def full_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "acc": True, "pred": solution_str}
+def openrlhf(queries, prompts, labels, **kwargs):
+    rewards = np.array([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"right": rewards.mean(), "each": rewards}}
+def openrlhf_list(queries, prompts, labels): return [float(queries[0] == "add\\n1+212")]
 def compute_alone(solution_str, ground_truth): return float(solution_str == ground_truth)
 lengthy = functools.partial(lambda scale, task, completion: scale * len(completion), 0.5)
 class Counts:
@@ -250,9 +257,13 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("trl_later", {}, 0.5),
         ("trl_unscored", {}, 0.0),
         ("compute_alone", {"answer": "12"}, 1.0),
+        ("full_score", {}, 1.0),
+        ("openrlhf", {"label": "12"}, 1.0),
+        ("openrlhf", {"answer": "12"}, 1.0),
+        ("openrlhf_list", {"messages": CHAT}, 1.0),
     ],
 )
-def test_function_with_the_parameters_of_trl_or_verl_is_taken_as_it_is(
+def test_function_with_the_parameters_of_others_is_taken_as_it_is(
     user_code: str, function: str, task: dict[str, Any], reward: float
 ) -> None:
     assert scored(f"{user_code}:{function}", "12", **task).reward == reward
@@ -262,6 +273,34 @@ def test_score_of_verl_is_the_reward_and_the_rest_are_metrics(user_code: str) ->
     columns = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "12"}}
     sample = scored(f"{user_code}:compute_score", "12", **columns, extra_info={"hard": 3})
     assert (sample.reward, sample.metrics) == (1.0, {"hard": 3.0})
+
+
+def test_logs_of_openrlhf_are_metrics(user_code: str) -> None:
+    assert scored(f"{user_code}:openrlhf", "12", answer="12").metrics == {"right": 1.0, "each": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "lacks"),
+    [
+        ("trl_lacks", {"result": "3"}, "it has no `solution`; name its column, e.g. columns.solution=COLUMN"),
+        ("trl_lacks", {"solution": "3"}, None),
+        ("trl", {}, None),
+        ("compute_score", {"result": "3"}, "it has no `answer`; name its column"),
+        ("compute_score", {"reward_model": {"ground_truth": "3"}}, None),
+        ("openrlhf", {}, None),
+        ("one_argument", {}, None),
+        ("Counts", {}, None),
+    ],
+)
+def test_task_without_a_column_that_a_function_of_others_needs_is_refused_at_the_start(
+    user_code: str, function: str, columns: dict[str, Any], lacks: str | None
+) -> None:
+    task = {"id": "t1", "prompt": "1+2=", **columns}
+    if lacks is None:
+        check_task(f"{user_code}:{function}", task)
+    else:
+        with pytest.raises(ValueError, match=re.escape(lacks)):
+            check_task(f"{user_code}:{function}", task)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PYTHON) -m pip install --quiet --no-compile --no-deps --requirement requirements-vllm.txt
 	$(VLLM_PYTHON) -m pip install --quiet --no-compile --no-warn-conflicts --constraint requirements-vllm.txt --editable '.[dev]'
+	$(VLLM_PYTHON) -m scripts.torchvision_without_cuda
 	touch $@
 
 # .venv-trl is also what the benchmarks against TRL run in: scripts/bench/iteration.py and train_step.py.

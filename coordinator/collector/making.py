@@ -43,6 +43,7 @@ class Making:
             self._client = EngineClient(
                 engine.url, model=engine.model, request_timeout_s=engine.request_timeout_s,
                 retry_s=engine.retry_s, facts=engine.facts, images=RunDir(Path(order.root)).images,
+                renderer=None if engine.facts.renders_pictures else LocalTokenizer(order.start_model),
             )  # fmt: skip
         self._entered = AsyncExitStack()
         self.collector = Collector(

@@ -133,7 +133,7 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
         for kind, (functions, sampling) in named.items()
     }
     sources = {name: text for functions, _ in named.values() for name, text in functions.sources.items()}
-    model = Path()
+    model = node.policies.policy_of(0).directory
     if share.functions.demonstrates:
         model = node.policies.hold(node.policies.policy_of(0), node.reading()).directory
     return Order(
@@ -152,7 +152,7 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
         sources=sources,
         settings=share.settings,
         engine=_engine(node, share) if generates(share) else None,
-        start_model=str(model),
+        start_model=str(model.absolute()),
         claim_pause_s=node.settings.cluster.pause_bounds_s[1],
         guest_patience_s=node.settings.cluster.node_timeout_s,
         kept=share.kept(rank),

@@ -184,10 +184,9 @@ def refuse_pictures(
             f"{model} without a preprocessor_config.json",
             "put the files of its processor beside its weights",
         ),
-        (not isinstance(engine, Embedded), f"the engine {engine.name}", "give --engine torch"),
         (
             lora and not isinstance(engine, Embedded),
-            f"trainer.lora.rank={lora} with --engine {engine.name}",
+            f"trainer.lora.rank={lora} with {engine.name}",
             "give 0, or --engine torch",
         ),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
@@ -202,6 +201,9 @@ def refuse_pictures(
             raise SettingsError(f"{subject}, and {what_fails} does not go with it yet; {advice}")
     if model_dir is not None and (reason := why_no_pictures(model_dir)):
         raise SettingsError(f"{subject}, and {model} cannot be shown any: {reason}")
+    answered = [task for played in shown if played.environment not in WRITTEN for task in played.tasks.tasks]
+    if most := max((len(pictures_in(task.get("messages"))) for task in answered), default=0):
+        engine.check_pictures(most)
 
 
 def _first_with_picture(tasks: TaskSet) -> str:

@@ -8,9 +8,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rollout.engines.answers import EngineError, EngineFacts, prompt_logprobs, scoring_request
+from rollout.engines.answers import GENERATE, EngineError, EngineFacts, prompt_logprobs, scoring_request
 from rollout.engines.calls import Calls, EngineDead
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
@@ -199,14 +200,20 @@ class EngineAdmin:
     def facts(self) -> EngineFacts:
         """Return what the server says of itself, else the default. As slow as `can_prove`."""
         answer = self._server_info()
-        is_seeded = answer.get("is_seeded") is True
+        own = EngineFacts(
+            is_seeded=answer.get("is_seeded") is True, renders_pictures=answer.get("renders_pictures") is True
+        )
         try:
             config = answer["vllm_config"]
             samples = _most_samples(config["scheduler_config"])
             samples *= int(config["parallel_config"]["data_parallel_size"])
-            return EngineFacts(samples, is_seeded=is_seeded)
+            return replace(own, samples=samples)
         except (KeyError, TypeError, ValueError):
-            return EngineFacts(is_seeded=is_seeded)
+            return own
+
+    def try_generate(self) -> None:
+        """Raise EngineError unless the server generates where vLLM takes pictures."""
+        self._calls.post(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
 
     def most_samples(self) -> int:
         """Return how many samples a replica generates at the same time: of a vLLM that can prove its weights,

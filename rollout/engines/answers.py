@@ -11,6 +11,8 @@ from rollout.engines.special_tokens import NO_SPECIAL_TOKENS, SpecialTokens
 UNIX = "unix:"
 """A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
 LOOPBACK = "127.0.0.1"
+GENERATE = "/inference/v1/generate"
+"""Where vLLM takes pictures beside token ids, if it runs with --enable-scale-out."""
 HOST_OF_SOCKET = "http://localhost"
 """What a request over a Unix socket says that it goes to."""
 EXCERPT = 500
@@ -55,6 +57,9 @@ class EngineFacts:
     the policy would not have chosen, or nothing is."""
     routed_layers: tuple[int, ...] = ()
     """The layers of the model with experts, if it is asked which ones each token was routed to."""
+    renders_pictures: bool = True
+    """Whether it writes messages that show pictures as tokens, and takes pictures at /v1/completions. vLLM
+    does neither: it gets them at GENERATE, and these messages are written without it."""
     special_tokens: SpecialTokens = NO_SPECIAL_TOKENS
     """The special tokens of the model that it serves."""
     placeholder: int = -1

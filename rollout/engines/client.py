@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rollout.engines import appended_text
 from rollout.engines.answers import (
     EXCERPT,
+    GENERATE,
     HOST_OF_SOCKET,
     AdapterMissing,
     ContextFull,
@@ -25,9 +26,15 @@ from rollout.engines.answers import (
     scoring_request,
     socket_of,
 )
-from rollout.engines.completion import Completion, completion_of, completion_request
+from rollout.engines.completion import (
+    Completion,
+    completion_of,
+    completion_request,
+    generate_request,
+    generated_choices,
+)
 from rollout.origin import Sampling
-from rollout.pictures import digest_of, image_url
+from rollout.pictures import digest_of, image_url, pictures_in
 from rollout.storage import files
 from rollout.trajectory import Picture
 
@@ -61,10 +68,13 @@ class EngineClient:
         retry_s: float = 10.0,
         facts: EngineFacts = facts,
         images: Path | None = None,
+        renderer: "EngineClient | None" = None,
     ) -> None:
         """`model`: the adapter to ask (rollout.engines.admin.adapter_name); None: the model itself. `images`:
-        the directory of the run's pictures.
+        the directory of the run's pictures. `renderer`: what writes messages that show pictures as tokens, if
+        the engine does not (EngineFacts.renders_pictures).
         """
+        self._renderer = renderer
         self.images = images
         self.facts = facts
         self._base_url = base_url.rstrip("/")
@@ -162,6 +172,9 @@ class EngineClient:
             request["return_routed_experts"] = True
         if self._model:
             request["model"] = self._model
+        path = "/v1/completions"
+        if pictures and not self.facts.renders_pictures:
+            path, request = GENERATE, generate_request(request)
         headers: dict[str, str] = {}
         replica = min(range(self.facts.replicas), key=lambda each: self._in_flight[each])
         if sampling.n > 1 and self.facts.replicas > 1:
@@ -169,18 +182,19 @@ class EngineClient:
             headers = {"X-data-parallel-rank": str(replica)}
         self._in_flight[replica] += sampling.n
         try:
-            answer = await self._post("/v1/completions", request, headers)
+            answer = await self._post(path, request, headers)
         finally:
             self._in_flight[replica] -= sampling.n
         try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            choices = answer["choices"] if path != GENERATE else generated_choices(answer)
+            choices = sorted(choices, key=lambda choice: choice["index"])
             completions = [
                 completion_of(choice, sampling, special_tokens, pictures, self.facts.routed_layers)
                 for choice in choices
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"{self._base_url}/v1/completions answered without what is needed ({error!r}): "
+                f"{self._base_url}{path} answered without what is needed ({error!r}): "
                 f"{json.dumps(answer)[:EXCERPT]}; it must support return_token_ids and logprobs"
             ) from error
         if len(completions) != sampling.n:
@@ -253,6 +267,8 @@ class EngineClient:
         return await self._tokenize({"prompt": text, "add_special_tokens": False})
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        if self._renderer is not None and pictures_in(body.get("messages")):
+            return await self._renderer._tokenize(body)
         answer = await self._post("/tokenize", body)
         if "tokens" not in answer:
             raise EngineError(f"{self._base_url}/tokenize returned no tokens: {str(answer)[:EXCERPT]}")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engines.answers import RequestRefused
 from rollout.engines.special_tokens import NO_SPECIAL_TOKENS, SpecialTokens
 from rollout.origin import Sampling
 from rollout.trajectory import Picture, Turn
@@ -98,6 +99,62 @@ def completion_request(
         # repetition penalty, so the logprobs would be of another policy than the trainer's.
         "repetition_penalty": 1.0,
         **sampling.more,
+    }
+
+
+_BESIDE = {"prompt", "content_parts", "model", "return_token_ids"}
+"""What of a request is not about sampling."""
+
+
+def generate_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the body for GENERATE that asks for the same as one for /v1/completions. RequestRefused for a
+    form that it has not.
+    """
+    names = ("model", "return_token_ids")
+    sampled = {name: value for name, value in request.items() if name not in _BESIDE}
+    if (form := sampled.pop("response_format", None)) is not None:  # it would be ignored there
+        sampled["structured_outputs"] = _structured(form)
+    return {
+        "token_ids": request["prompt"],
+        # 0.32 reads `url` here, and not `image_url` as in a chat.
+        "content_parts": [{"type": part["type"], **part["image_url"]} for part in request["content_parts"]],
+        "output_mode": "text",
+        "sampling_params": sampled,
+        **{name: request[name] for name in names if name in request},
+    }
+
+
+def _structured(form: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type")
+    if kind == "json_schema":
+        return {"json": form["json_schema"]["schema"]}
+    if kind not in ("json_object", "text"):
+        raise RequestRefused(f"response_format: {kind!r} is not supported for a prompt with pictures")
+    return {"json_object": True} if kind == "json_object" else None
+
+
+def generated_choices(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of an answer of GENERATE, as /v1/completions has them. KeyError or TypeError if
+    something is missing.
+    """
+    places = (answer["mm_placeholders"] or {}).get("image", ())
+    of_all = {
+        "prompt_token_ids": answer["prompt_token_ids"],
+        "image_ranges": [(place["offset"], place["offset"] + place["length"]) for place in places],
+    }
+    return [
+        choice | of_all | {"logprobs": _columns(choice["logprobs"]["content"])}
+        for choice in answer["choices"]
+    ]
+
+
+def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {each["token"]: each["logprob"] for each in entry["top_logprobs"]} for entry in entries
+        ],
     }
 
 

@@ -9,7 +9,7 @@ same sum. What only moves values within a tensor is left to the probe.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,8 @@ def differences(expected: Mapping[str, int], served: Served) -> dict[str, str]:
     A block is a layer: `layers.3` in whatever model. A server may fuse and rename the tensors in it. Equal
     pieces of a tensor are replicas, and count once. So do equal tensors outside of the layers: they are tied.
     """
-    actual = {name: sum(set(pieces)) % _MODULUS for name, pieces in served.items()}
     wrong: dict[str, str] = {}
-    should, does = _by_block(expected), _by_block(actual)
+    should, does = _by_block(expected), _by_block(_actual(served))
     for block in sorted(should.keys() | does.keys()):
         ours, theirs = should.get(block, {}), does.get(block, {})
         if _total(block, ours) == _total(block, theirs):
@@ -165,10 +164,34 @@ def differences(expected: Mapping[str, int], served: Served) -> dict[str, str]:
     return wrong
 
 
+def left_out(expected: Mapping[str, int], served: Served) -> list[str]:
+    """Return how the names of a module's tensors begin, for each module that is not a server's by name, and
+    without which a block of a directory is what the server has. Outside of the layers it may be so with it,
+    too, if it is equal to another one.
+    """
+    found: list[str] = []
+    does = _by_block(_actual(served))
+    for block, ours in _by_block(expected).items():
+        total = _total(block, does.get(block, {}))
+        if block == _OUTSIDE or _total(block, ours) != total:
+            modules = {module for name in ours for module in _around(name)}
+            modules -= {module for name in served for module in _around(name)}
+            found += [name for name in sorted(modules) if _total(block, _without(ours, name)) == total]
+    return found
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield how the names of all tensors begin that are in a module with this one."""
+    yield from (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
+
+
 class Proof:
     """What is proved of one server's weights, over all that it loads."""
 
     def __init__(self) -> None:
+        self._left_out: list[str] = []
+        """Modules that this server may not have: nothing computes with them, such as the last layers of a
+        tower of which an earlier one is looked at."""
         self._unproved: set[str] | None = None
         """Blocks whose tensors the server does not have as they are in the files; None: not known yet."""
 
@@ -184,14 +207,22 @@ class Proof:
 
     def begin(self, expected: Mapping[str, int], served: Served) -> None:
         """Take what differs right after a start for tensors that this server changes when it loads them."""
-        self._unproved = set(differences(expected, served))
+        self._left_out = left_out(expected, served)
+        self._unproved = set(self._differences(expected, served))
+
+    def _differences(self, expected: Mapping[str, int], served: Served) -> dict[str, str]:
+        wrong = differences(expected, served)
+        for module in self._left_out if wrong else ():
+            without = differences(_without(expected, module), served)
+            wrong = {block: text for block, text in wrong.items() if block in without}
+        return wrong
 
     def check(self, expected: Mapping[str, int], served: Served) -> None:
         """Raise WrongContent if the server has not what is `expected`, beside the blocks that are not proved.
 
         A block that agrees once is proved from then on.
         """
-        wrong = differences(expected, served)
+        wrong = self._differences(expected, served)
         self._unproved = (self._unproved or set()) & wrong.keys()
         if unproved := {block: text for block, text in wrong.items() if block not in self._unproved}:
             raise WrongContent(unproved)
@@ -204,6 +235,14 @@ def check_adapter(expected: Mapping[str, int], slots: Iterable[Served]) -> None:
         if not (wrong := differences(expected, served)):
             return
     raise WrongContent(wrong)
+
+
+def _actual(served: Served) -> dict[str, int]:
+    return {name: sum(set(pieces)) % _MODULUS for name, pieces in served.items()}
+
+
+def _without(sums: Mapping[str, int], module: str) -> dict[str, int]:
+    return {name: total for name, total in sums.items() if not name.startswith(module)}
 
 
 def _by_block(sums: Mapping[str, int]) -> dict[str, dict[str, int]]:

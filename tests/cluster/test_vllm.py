@@ -79,6 +79,22 @@ def test_updates_of_a_model_in_bfloat16_are_not_lost_in_its_engine(cluster: Clus
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_tasks_that_show_pictures_are_answered_by_what_was_trained_on_them(cluster: Cluster) -> None:
+    words = ("--tasks", "builtin:shapes", "--iterations", "2", "trainer.learning_rate=1e-3")
+    words = (*words, "trainer.freeze_vision=false", "--eval-interval", "0")
+    cluster.start(0, *words, *SETTINGS, prefix=ENVIRONMENT)
+    assert cluster.wait(LONGEST_S) == [0], cluster.everything_said()
+    assert engine_logs(cluster, 0) == 1 and "changes tensors" not in cluster.output(0)
+    for iteration in (1, 2):
+        assert not cluster.manifest(iteration)["given_up"]
+        metrics = json.loads((cluster.run_dir.checkpoint(iteration) / "result.json").read_text())["metrics"]
+        assert metrics["mismatch_max"] < 1e-4 and metrics["grad_norm"] > 0
+        samples = [sample for group in cluster.groups(iteration).values() for sample in group.samples]
+        assert len(samples) == 32 and {len(sample.pictures) for sample in samples} == {1}
+    assert cluster.manifest(2)["policy"] != cluster.manifest(1)["policy"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_are_served_beside_the_base_model_that_stays_in_the_engine(cluster: Cluster) -> None:
     adapters = ("trainer.lora.rank=4", "trainer.learning_rate=0.01", "trainer.warmup_steps=0")
     cluster.start(0, "--iterations", "2", *SETTINGS, *adapters, "--eval-interval", "0", prefix=ENVIRONMENT)

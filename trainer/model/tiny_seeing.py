@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from rollout.engines.embedded.picture_input import PictureReader
@@ -132,6 +133,8 @@ def build(seed: int, steps: int, out: Path, _source: str = SHAPES) -> None:
         model.config.save_pretrained(saved)
         if steps:
             warm_up(model, processor, Path(saved), seed, steps)
+        # Else transformers writes names that are its own, not those of the Hub's models, which vLLM knows.
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         model.save_pretrained(saved)
         publish_directory(Path(saved), out)
 

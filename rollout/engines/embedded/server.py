@@ -225,7 +225,7 @@ class Server:
             "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1},
             "scheduler_config": {"max_num_seqs": self._engine.max_batch},
         }
-        return web.json_response({"vllm_config": config, "is_seeded": True})
+        return web.json_response({"vllm_config": config, "is_seeded": True, "renders_pictures": True})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.AdapterBody)

@@ -3,7 +3,7 @@
 import sys
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError
+from rollout.engines.answers import GENERATE, EngineError
 from rollout.engines.kinds.kind import EngineKind, ServerSettingError
 from rollout.settings import EngineSettings
 
@@ -35,4 +35,17 @@ class ByUrl(EngineKind):
             raise ServerSettingError(
                 f"--engine-url {self.settings.url}: no engine answers there ({error_text}); start it, and "
                 "wait until it is ready, or leave --engine-url out: then each node starts its own"
+            ) from None
+
+    def check_pictures(self, most: int) -> None:
+        url = self.settings.url
+        assert url is not None
+        admin = EngineAdmin(url, timeout_s=TIMEOUT_S, drain_timeout_s=TIMEOUT_S)
+        try:
+            if not admin.facts().renders_pictures:
+                admin.try_generate()
+        except EngineError as error:
+            raise ServerSettingError(
+                f"--engine-url {url}: pictures go to it by POST {GENERATE}, and it answers "
+                f"{' '.join(str(error).split())}; start vLLM with --enable-scale-out"
             ) from None

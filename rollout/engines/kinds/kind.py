@@ -69,6 +69,9 @@ class EngineKind:
         or if nobody would have chosen it for so many parameters.
         """
 
+    def check_pictures(self, most: int) -> None:
+        """Raise ServerSettingError if it cannot serve a model that sees, or take `most` pictures at once."""
+
     def context(self, model_dir: Path) -> int | None:
         """Return the longest sequence that it takes, in tokens; None where that is not certain.
         ServerSettingError if it would compute positions otherwise than the trainer.

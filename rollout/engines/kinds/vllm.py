@@ -16,7 +16,13 @@ from rollout.engines.admin import EXTENSION, EngineAdmin
 from rollout.engines.answers import LOOPBACK, EngineFacts
 from rollout.engines.kinds.kind import EngineKind, PathLike, Server, ServerSettingError
 from rollout.engines.model_dir import WeightsError
-from rollout.engines.model_facts import attention_heads, context_tokens, count_parameters, steady_tokens
+from rollout.engines.model_facts import (
+    attention_heads,
+    context_tokens,
+    count_parameters,
+    steady_tokens,
+    takes_pictures,
+)
 from rollout.plugins import is_installed
 from rollout.settings import EngineSettings
 
@@ -56,6 +62,11 @@ REFUSED = {
 """Arguments of vLLM that the user cannot set, and why."""
 CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
 """Arguments that give the model another context than its files say."""
+_UNSEEN = {
+    "chat-template": "it does not write the messages that show pictures; put it beside --model's weights",
+    "mm-processor-kwargs": "the trainer reads pictures without it; put it into preprocessor_config.json",
+}
+"""Arguments that do not go with pictures, and why."""
 _WHOLE_UUID = re.compile("GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 WEIGHTS_SHARE = 0.6
 """Of a GPU's memory: of the 0.85 that vLLM takes, a quarter is left to keys and values, and to computing."""
@@ -110,6 +121,23 @@ class Vllm(EngineKind):
                 "a divisor, or choose GPUs with CUDA_VISIBLE_DEVICES"
             )
 
+    def check_pictures(self, most: int) -> None:
+        for name, reason in _UNSEEN.items():
+            if name in {key.partition(".")[0] for key in self._args}:
+                raise ServerSettingError(f"engine.args.{name.replace('-', '_')}: {reason}")
+        limit = self._args.get("limit-mm-per-prompt.image", self._args.get("limit-mm-per-prompt"))
+        limit = limit.get("image") if isinstance(limit, dict) else limit
+        limit = limit.get("count") if isinstance(limit, dict) else limit
+        if isinstance(limit, int) and limit < most:
+            raise ServerSettingError(
+                f"engine.args.limit_mm_per_prompt: {limit} pictures, and a task shows {most}; give {most}"
+            )
+        if not _is_importable(self.python, "torchvision"):
+            raise ServerSettingError(
+                f"--engine vllm: vLLM needs torchvision for a model that sees, and {self.python} has none; "
+                "install the one that fits its torch"
+            )
+
     def context(self, model_dir: Path) -> int | None:
         steady, longest = steady_tokens(model_dir), self._args.get("max-model-len")
         is_number = type(longest) is int
@@ -153,7 +181,7 @@ class Vllm(EngineKind):
             "data-parallel-size": max(1, self.gpus // size),
             **(_on_gpus(self.settings) if self.gpus else ON_CPU),
             **(_for_adapters(lora_rank) if lora_rank else {}),
-            **_context(Path(model_dir)),
+            **_facts_of_model(Path(model_dir)),
             **self._args,
         }
         one_process = {}
@@ -193,7 +221,8 @@ class Vllm(EngineKind):
         # It says all of them only after some seconds, so it is asked for what is not known of it.
         samples = admin.most_samples() if self.proves else EngineFacts.samples
         replicas = server.replicas if server else 1
-        return EngineFacts(samples * replicas, replicas, is_seeded=self.settings.deterministic)
+        is_seeded = self.settings.deterministic
+        return EngineFacts(samples * replicas, replicas, is_seeded=is_seeded, renders_pictures=False)
 
 
 def has_vllm(python: str) -> bool:
@@ -232,12 +261,17 @@ def _for_adapters(lora_rank: int) -> dict[str, Any]:
     return {"enable-lora": True, "max-lora-rank": next(fits, lora_rank), "api-server-count": 1}
 
 
-def _context(model_dir: Path) -> dict[str, Any]:
-    """Bound the context where vLLM would choose other frequencies for a longer one than the trainer has."""
+def _facts_of_model(model_dir: Path) -> dict[str, Any]:
+    """Bound the context where vLLM would choose other frequencies for a longer one than the trainer has. Have
+    pictures read as the trainer does: torchvision makes other pixels of them.
+    """
+    args: dict[str, Any] = {}
     with contextlib.suppress(WeightsError):  # which vLLM explains by itself
         if steady := steady_tokens(model_dir):
-            return {"max-model-len": steady}
-    return {}
+            args["max-model-len"] = steady
+        if takes_pictures(model_dir):
+            args |= {"enable-scale-out": True, "mm-processor-kwargs": {"backend": "pil"}}
+    return args
 
 
 def _program(model_dir: str, python: str) -> list[str]:
@@ -270,10 +304,10 @@ def _dashed(key: str) -> str:
     return name.replace("_", "-") + dot + field
 
 
-def _is_importable(python: str) -> bool:
+def _is_importable(python: str, module: str = "vllm") -> bool:
     if python != sys.executable:
-        return _answers(python, "import importlib.util as u; assert u.find_spec('vllm')")
-    return is_installed("vllm")
+        return _answers(python, f"import importlib.util as u; assert u.find_spec({module!r})")
+    return is_installed(module)
 
 
 def _is_distribution(python: str) -> bool:

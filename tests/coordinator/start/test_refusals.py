@@ -23,10 +23,12 @@ from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.request import StartRequest
 from coordinator.start.start import check_log_path, start_master
+from rollout.engines.answers import GENERATE
 from rollout.engines.kinds import by_url
 from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
+from rollout.engines.kinds.kind import ServerSettingError
 from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from rollout.tasks.task_set import load_tasks
@@ -236,6 +238,8 @@ def answering(answers: dict[str, tuple[int, bytes]]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        do_POST = do_GET
+
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
@@ -287,6 +291,24 @@ def test_server_that_does_not_answer_is_refused_after_a_while(monkeypatch: pytes
     monkeypatch.setattr(by_url, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in refusal({"engine.url": f"http://127.0.0.1:{silent.getsockname()[1]}"})
+
+
+def test_vllm_of_yours_that_takes_no_pictures_is_refused_for_tasks_that_show_some() -> None:
+    facts = {"/server_info?config_format=json": (200, b"{}")}
+    message = b'{"error": {"message": "Scale-out endpoints are disabled."}}'
+    with answering({**facts, GENERATE: (403, message)}) as url:
+        engine = ByUrl(EngineSettings(url=url), 0)
+        with pytest.raises(ServerSettingError) as refused:
+            engine.check_pictures(1)
+        text = str(refused.value)
+        assert (
+            f"--engine-url {url}: " in text and "403: Scale-out endpoints are disabled.; start vLLM" in text
+        )
+    with answering({**facts, GENERATE: (200, b"{}")}) as url:
+        ByUrl(EngineSettings(url=url), 0).check_pictures(1)
+    ours = {"/server_info?config_format=json": (200, b'{"renders_pictures": true}')}
+    with answering(ours) as url:
+        ByUrl(EngineSettings(url=url), 0).check_pictures(1)
 
 
 # ---- the log path

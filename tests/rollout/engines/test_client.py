@@ -1,20 +1,24 @@
 """Client and administrator of an engine, against the embedded one and against servers that misbehave."""
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.engines import client as client_module
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.answers import EngineError, EngineFacts, RequestRefused, parse_answer
+from rollout.engines.answers import GENERATE, EngineError, EngineFacts, RequestRefused, parse_answer
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
+from rollout.pictures import digest_of
+from rollout.trajectory import Picture
 from tests.models import CONTEXT
 from tests.ports import unused_port
 from tests.rollout.rollout_helpers import RunningServer
@@ -98,6 +102,77 @@ def test_engine_that_seeds_do_not_decide_for_gets_none(is_seeded: bool) -> None:
     asyncio.run(Policy(client, Sampling(n=3), seed=7).generate("1+1=", n=3))
     (body,) = asked
     assert (body["seed"], body["n"]) == (7 if is_seeded else None, 3)
+
+
+class Pictured(EngineClient):
+    """A client of a vLLM that makes 17 tokens of a picture."""
+
+    def __init__(self, images: Path, ranges: int = 1, **settings: Any) -> None:
+        facts = EngineFacts(renders_pictures=False)
+        super().__init__("http://127.0.0.1:1", facts=facts, images=images, **settings)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self._ranges = ranges
+
+    async def _post(self, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> dict[str, Any]:
+        self.asked.append((path, body))
+        entries = [
+            {"token": token, "logprob": logprob, "top_logprobs": [{"token": token, "logprob": logprob}]}
+            for token, logprob in (("a", -0.5), ("<eos>", -1.0))
+        ]
+        numbers = range(body["sampling_params"]["n"])
+        choices = [{**CHOICE, "index": j, "logprobs": {"content": entries}} for j in reversed(numbers)]
+        for choice in choices:
+            del choice["prompt_token_ids"]
+        places = [{"offset": 1, "length": 17}] * self._ranges
+        ids = [3, *[99] * 17, 4]
+        return {"prompt_token_ids": ids, "mm_placeholders": {"image": places}, "choices": choices}
+
+
+class Renderer(EngineClient):
+    async def _post(self, path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> dict[str, Any]:
+        assert path == "/tokenize"
+        return {"tokens": [3, 99, 4]}
+
+
+def shown_in(images: Path) -> list[dict[str, Any]]:
+    digest = digest_of(b"a picture")
+    (images / digest).write_bytes(b"a picture")
+    return [{"role": "user", "content": [{"type": "image", "image": digest}]}]
+
+
+def test_vllm_gets_pictures_beside_the_tokens_and_its_answer_is_as_any_other(tmp_path: Path) -> None:
+    messages = shown_in(tmp_path)
+    client = Pictured(tmp_path, model="policy-1", renderer=Renderer(""))
+    sampling = Sampling(n=2, temperature=0.7, stop=("x",), max_tokens=9)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    policy = Policy(client, sampling, seed=7)
+    completions = asyncio.run(policy.generate(messages, n=2, more={"logprobs": 1, "response_format": form}))
+    ((path, body),) = client.asked
+    assert path == GENERATE and {*body} == {
+        *("token_ids", "content_parts", "model", "return_token_ids", "output_mode", "sampling_params")
+    }
+    assert (body["token_ids"], body["model"], body["output_mode"]) == ([3, 99, 4], "policy-1", "text")
+    url = f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"
+    assert body["content_parts"] == [{"type": "image_url", "url": url}] and body["return_token_ids"]
+    params = body["sampling_params"]
+    assert (params["n"], params["temperature"], params["stop"], params["max_tokens"]) == (2, 0.7, ["x"], 9)
+    assert params["seed"] == 7 and params["logprobs"] == 1 and "response_format" not in params
+    assert params["structured_outputs"] == {"json": {"type": "integer"}}
+    for completion in completions:
+        assert completion.pictures == [Picture(digest_of(b"a picture"), 1, 18)]
+        assert (len(completion.prompt_ids), completion.token_ids, completion.text) == (19, [4, 1], "a")
+        assert completion.logprobs == [-0.5, -1.0] and completion.finish_reason == "stop"
+        assert completion.likely == [("a", {"a": -0.5}), ("<eos>", {"<eos>": -1.0})]
+
+
+def test_vllm_that_has_not_a_place_for_each_picture_or_knows_no_such_form_is_an_error(tmp_path: Path) -> None:
+    messages = shown_in(tmp_path)
+    policy = Policy(Pictured(tmp_path, ranges=2, renderer=Renderer("")), Sampling(), seed=7)
+    with pytest.raises(EngineError, match=f"{GENERATE} answered without what is needed"):
+        asyncio.run(policy.generate(messages))
+    policy = Policy(Pictured(tmp_path, renderer=Renderer("")), Sampling(), seed=7)
+    with pytest.raises(RequestRefused, match="response_format: 'structural_tag' is not supported"):
+        asyncio.run(policy.generate(messages, more={"response_format": {"type": "structural_tag"}}))
 
 
 def test_request_that_the_engine_refuses_is_told_from_a_failure(server: RunningServer) -> None:

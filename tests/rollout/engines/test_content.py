@@ -165,6 +165,32 @@ def test_block_that_the_server_changes_when_it_loads_it_is_left_out_until_it_agr
         proof.check(saved(), changes)
 
 
+def test_module_that_a_server_does_not_have_leaves_nothing_else_unproved() -> None:
+    """vLLM has neither the last layers of a tower of which an earlier one is looked at, nor its last norm."""
+    tower = {
+        "tower.layers.1.fc.weight": UP,
+        "tower.layers.1.fc.bias": K,
+        "tower.norm.weight": V,
+        "tower.norm.bias": Q,
+    }
+    expected = saved() | {name: content_sum(tensor) for name, tensor in tower.items()}
+    proof = Proof()
+    proof.begin(expected, SERVED)
+    assert proof.unproved == []
+    proof.check(expected, SERVED)
+    for name in SAVED:
+        with pytest.raises(WrongContent):
+            proof.check({**expected, name: expected[name] + 1}, SERVED)
+    with pytest.raises(WrongContent):
+        proof.check(expected, {**SERVED, "tower.norm.bias": [content_sum(K)]})
+    alike = expected | {"tower.norm.weight": content_sum(NORM), "tower.norm.bias": 0}  # as it is initialised
+    proof = Proof()
+    proof.begin(alike, SERVED)
+    proof.check({**alike, "tower.norm.weight": content_sum(V)}, SERVED)
+    with pytest.raises(WrongContent):
+        proof.check({**alike, "model.norm.weight": content_sum(V)}, SERVED)
+
+
 def test_nothing_is_left_out_of_a_server_that_was_not_asked_at_its_start() -> None:
     with pytest.raises(WrongContent):
         Proof().check(saved(), {**SERVED, "model.norm.weight": [1]})

@@ -212,6 +212,47 @@ def test_another_distribution_than_vllm_goes_around_its_command(
     assert vllm().argv[1:6] == program
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"chat_template": "t.jinja"}, "engine.args.chat_template: .*put it beside --model's weights"),
+        (
+            {"mm-processor-kwargs.max_pixels": 9},
+            "engine.args.mm_processor_kwargs: .*preprocessor_config.json",
+        ),
+        (
+            {"limit_mm_per_prompt": {"image": 1}},
+            "limit_mm_per_prompt: 1 pictures, and a task shows 2; give 2",
+        ),
+        ({"limit-mm-per-prompt.image": 1}, "limit_mm_per_prompt: 1 pictures, and a task shows 2; give 2"),
+        ({"limit-mm-per-prompt": {"image": {"count": 1}}}, "limit_mm_per_prompt: 1 pictures"),
+    ],
+)
+def test_arguments_of_vllm_that_do_not_go_with_the_pictures_of_tasks_are_refused(
+    installed: Installed, args: dict[str, Any], reason: str
+) -> None:
+    installed("vllm")
+    with pytest.raises(ServerSettingError, match=reason) as refused:
+        Vllm(EngineSettings(args=args), 1).check_pictures(2)
+    assert "\n" not in str(refused.value)
+    Vllm(EngineSettings(args={"limit_mm_per_prompt": {"image": 2}}), 1).check_pictures(2)
+
+
+def test_vllm_needs_torchvision_for_pictures_and_reads_them_as_the_trainer_does(
+    installed: Installed, tmp_path: Path
+) -> None:
+    installed(None)
+    with pytest.raises(ServerSettingError, match="needs torchvision for a model that sees"):
+        Vllm(EngineSettings(), 1).check_pictures(1)
+    installed("vllm")
+    wanted = {"--enable-scale-out", '--mm-processor-kwargs={"backend": "pil"}'}
+    config = {"model_type": "llava", "image_token_index": 3, "vision_config": {}}
+    for sees, facts in ((True, config), (False, {"model_type": "qwen3"})):
+        model = write_model(tmp_path / "model", facts)
+        given = {*Vllm(EngineSettings(), 1).command(model, SOCKET).argv}
+        assert (wanted <= given) == sees == bool(wanted & given)
+
+
 def test_gpus_hold_as_many_replicas_as_there_is_room_for(installed: Installed) -> None:
     installed("vllm")
     server = vllm(gpus=8, tensor_parallel_size=2)

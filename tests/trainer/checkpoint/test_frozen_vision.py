@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -169,3 +170,22 @@ def test_documents_of_before_say_that_all_was_trained(
     del old["settings"]["freeze_vision"]
     assert not TrainResult.model_validate(old).settings.freeze_vision
     assert TrainerSettings().freeze_vision
+
+
+def test_it_is_the_same_where_the_model_is_sharded(
+    batch: Batch, seeing: Path, request_of: Callable[..., TrainRequest], tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        settings = {"layout": "sharded", "compute_dtype": "bfloat16"}
+        first = request_of(1, **settings)
+        run(load(first), batch, first)
+        second = request_of(2, **settings)
+        run(load(second), batch, second)
+    finally:
+        dist.destroy_process_group()
+    assert (Path(first.staging_dir) / FROZEN).samefile(Path(second.staging_dir) / FROZEN)
+    base, now = weights(str(seeing)), weights(second.staging_dir)
+    assert {name for name in now if torch.equal(base[name].bfloat16().float(), now[name])} == {
+        name for name in now if name.startswith(VISION)
+    }

@@ -112,13 +112,15 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
     from peft import LoraConfig, set_peft_model_state_dict
 
     actual = {name: shape for name, (_, shape) in tensor_names(directory).items()}
-    in_vision = tuple(f"base_model.model.{name}." for name in vision_modules(wrapped.get_base_model()))
-    if any(name.startswith(in_vision) for name in actual) and not any(
-        name.startswith(in_vision) and value.requires_grad for name, value in wrapped.named_parameters()
-    ):
+    expected = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
+    vision = tuple(f"base_model.model.{name}." for name in vision_modules(wrapped.get_base_model()))
+    was_frozen, is_frozen = (
+        not any(name.startswith(vision) for name in names) for names in (actual, expected)
+    )
+    if was_frozen != is_frozen:
         raise LoraError(
-            f"{directory} has adapters in the vision tower or projector; add trainer.freeze_vision=false, or "
-            "start a new run"
+            f"{directory} was trained with trainer.freeze_vision={str(was_frozen).lower()}, now it is "
+            f"{str(is_frozen).lower()}; give the same again, or start a new run"
         )
     config, saved = wrapped.peft_config[ADAPTER], LoraConfig.from_pretrained(str(directory))
     for name, field in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
@@ -128,7 +130,6 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
                 f"{directory} was trained with trainer.lora.{name}={_shown(theirs)}, now it is "
                 f"{_shown(ours)}; give the same again, or start a new run"
             )
-    expected = {name: tuple(tensor.shape) for name, tensor in _state_dict(wrapped).items()}
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):
             raise LoraError(

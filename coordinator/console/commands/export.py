@@ -18,6 +18,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
 from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
+from rollout.engines.model_facts import takes_pictures
 from rollout.settings import TINY
 from rollout.storage import files
 from trainer.documents import PROOF
@@ -75,7 +76,7 @@ def export(
                 )
             else:
                 _name_base(inside, run)
-            (inside / CARD).write_text(_card(run_dir, run, iteration, is_adapter(inside)))
+            (inside / CARD).write_text(_card(run_dir, run, iteration, inside))
             proof = [PROOF] if PROOF in published.names(source) else []  # older versions have written none
             for name in proof:
                 shutil.copy(source / name, inside / name)
@@ -119,12 +120,15 @@ def _name_base(directory: Path, run: dict[str, Any]) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, has_adapter: bool) -> str:
-    """Return the README.md of the model, with the metadata that the Hub reads."""
+def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, directory: Path) -> str:
+    """Return the README.md of the model in `directory`, with the metadata that the Hub reads."""
+    has_adapter = is_adapter(directory)
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
     is_local = model.startswith(("/", ".", "builtin:"))
     library = "peft" if has_adapter else "transformers"
-    head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags: [reinforcement-learning]"]
+    sees = (directory / "config.json").is_file() and takes_pictures(directory)
+    task = "image-text-to-text" if sees else "text-generation"
+    head = [f"library_name: {library}", f"pipeline_tag: {task}", "tags: [reinforcement-learning]"]
     head += [f"base_model: {model}"] if not is_local else []
     of_this_policy = [line for line in published.metrics_lines(run_dir) if measured(line) == iteration]
     following: dict[str, Any] = of_this_policy[0] if of_this_policy else {}

@@ -100,7 +100,10 @@ def expanding() -> Callable[[str, list[int], list[str]], list[Any] | str]:
     """
     from rollout.engines.embedded.picture_input import PictureMismatch, PictureReader
 
-    readers: dict[str, PictureReader] = {}
+    @functools.cache
+    def reader(model_dir: str) -> PictureReader:
+        with copied(model_dir, companions(model_dir)) as copy:
+            return PictureReader(copy)
 
     def answer(model_dir: str, token_ids: list[int], paths: list[str]) -> list[Any] | str:
         try:
@@ -109,9 +112,8 @@ def expanding() -> Callable[[str, list[int], list[str]], list[Any] | str]:
                 data = files.read(Path(path))
                 if digest_of(data) != Path(path).name:
                     return f"{path}: this picture has changed; remove it, and start the run again"
-                reader = readers.setdefault(model_dir, readers.get(model_dir) or PictureReader(model_dir))
-                shown.append(reader.read(data))
-            expanded, places = readers[model_dir].expanded(token_ids, shown)
+                shown.append(reader(model_dir).read(data))
+            expanded, places = reader(model_dir).expanded(token_ids, shown)
         except FileNotFoundError as error:
             return f"{error.filename}: this picture is missing"
         except PictureMismatch as error:

@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.console.commands.export import export
+from coordinator.console.commands.export import _card, export
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.published import read_result
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
+from coordinator.start.run_json import find_run
 from rollout.storage import files
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 
@@ -68,6 +69,15 @@ def test_named_chat_templates_are_exported_in_their_folder(run_dir: RunDir, tmp_
     template.write_text("damaged")
     with pytest.raises(SettingsError, match=r"tool_use\.jinja is missing or damaged; nothing was exported"):
         export(run_dir.root, 1, tmp_path / "other")
+
+
+def test_card_of_a_model_that_sees_says_so(run_dir: RunDir, tmp_path: Path) -> None:
+    for config, task in (
+        ({}, "text-generation"),
+        ({"image_token_id": 3, "vision_config": {}}, "image-text-to-text"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert f"pipeline_tag: {task}\n" in _card(run_dir, find_run(run_dir.root), 1, tmp_path)
 
 
 def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(

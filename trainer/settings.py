@@ -203,7 +203,7 @@ class TrainerSettings(Settings):
     """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
     lora: LoraSettings = LoraSettings()
     freeze_vision: bool = True
-    """Leave vision tower and projector as they are: no gradients, no adapters."""
+    """Leave vision tower and projector as they are, without adapters."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
     """Number type of what layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"

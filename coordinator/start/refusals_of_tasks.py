@@ -176,6 +176,7 @@ def refuse_pictures(
         return
     takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
     rollout, trainer, model = settings.rollout, settings.trainer, f"--model {settings.model}"
+    answered = [task for played in shown if played.environment not in WRITTEN for task in played.tasks.tasks]
     lora, size, ranks = trainer.lora.rank, trainer.tensor_parallel_size, trainer.context_parallel
     reasons = [
         (not takes, f"{model}, which has no part for pictures,", "give a model with a vision_config"),
@@ -185,7 +186,7 @@ def refuse_pictures(
             "put the files of its processor beside its weights",
         ),
         (
-            lora and not isinstance(engine, Embedded),
+            lora and answered and not isinstance(engine, Embedded),
             f"trainer.lora.rank={lora} with {engine.name}",
             "give 0, or --engine torch",
         ),
@@ -201,7 +202,6 @@ def refuse_pictures(
             raise SettingsError(f"{subject}, and {what_fails} does not go with it yet; {advice}")
     if model_dir is not None and (reason := why_no_pictures(model_dir)):
         raise SettingsError(f"{subject}, and {model} cannot be shown any: {reason}")
-    answered = [task for played in shown if played.environment not in WRITTEN for task in played.tasks.tasks]
     if most := max((len(pictures_in(task.get("messages"))) for task in answered), default=0):
         engine.check_pictures(most)
 

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +30,8 @@ from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import ServerSettingError
 from rollout.engines.kinds.vllm import Vllm
-from rollout.settings import EngineSettings
-from rollout.tasks.task_set import load_tasks
+from rollout.settings import TINY, EngineSettings
+from rollout.tasks.task_set import SHAPES, load_tasks
 from tests.models import write_model
 from tests.rollout.environments.test_try_tasks import model_of
 from tests.rollout.rewards.test_served import Served, served
@@ -632,6 +632,16 @@ def test_model_that_sees_may_have_tasks_without_pictures(tmp_path: Path) -> None
     model, settings = write_model(tmp_path / "model", LLAVA), loading.build({"model": "here"})
     tasks = load_tasks("builtin:arithmetic", seed=0, split="train")
     refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+
+
+def test_adapters_with_pictures_need_an_engine_that_shows_them_only_where_one_answers(tmp_path: Path) -> None:
+    given = {"model": TINY, "trainer.lora.rank": 4, "tasks": SHAPES}
+    written = {"rollout.environment": "demonstration", "trainer.algorithm": "sft", "eval.interval": 0}
+    tasks = load_tasks(SHAPES, seed=0, split="train")
+    for more, is_refused in (({}, True), (written, False)):
+        settings = loading.build({**given, **more})
+        with pytest.raises(SettingsError, match=r"lora\.rank=4 with") if is_refused else nullcontext():
+            refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), None, tasks, None, {})
 
 
 def test_start_warns_of_a_judge_that_would_score_nothing(

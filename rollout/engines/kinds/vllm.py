@@ -263,14 +263,15 @@ def _for_adapters(lora_rank: int) -> dict[str, Any]:
 
 def _facts_of_model(model_dir: Path) -> dict[str, Any]:
     """Bound the context where vLLM would choose other frequencies for a longer one than the trainer has. Have
-    pictures read as the trainer does: torchvision makes other pixels of them.
+    pictures read as the trainer does: torchvision makes other pixels of them. It alone reads videos, so this
+    names no `backend`.
     """
     args: dict[str, Any] = {}
     with contextlib.suppress(WeightsError):  # which vLLM explains by itself
         if steady := steady_tokens(model_dir):
             args["max-model-len"] = steady
         if takes_pictures(model_dir):
-            args |= {"enable-scale-out": True, "mm-processor-kwargs": {"backend": "pil"}}
+            args |= {"enable-scale-out": True, "mm-processor-kwargs": {"use_fast": False}}
     return args
 
 

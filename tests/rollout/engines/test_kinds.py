@@ -245,7 +245,7 @@ def test_vllm_needs_torchvision_for_pictures_and_reads_them_as_the_trainer_does(
     with pytest.raises(ServerSettingError, match="needs torchvision for a model that sees"):
         Vllm(EngineSettings(), 1).check_pictures(1)
     installed("vllm")
-    wanted = {"--enable-scale-out", '--mm-processor-kwargs={"backend": "pil"}'}
+    wanted = {"--enable-scale-out", '--mm-processor-kwargs={"use_fast": false}'}
     config = {"model_type": "llava", "image_token_index": 3, "vision_config": {}}
     for sees, facts in ((True, config), (False, {"model_type": "qwen3"})):
         model = write_model(tmp_path / "model", facts)

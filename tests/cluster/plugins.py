@@ -8,7 +8,9 @@ import sys
 import time
 from typing import Any
 
-from rollout import Policy, Sample, Sampling, single_turn
+import numpy as np
+
+from rollout import Episode, Policy, Sample, Sampling, single_turn
 
 
 async def digits(_task: dict[str, Any], completion: str) -> float:
@@ -58,6 +60,18 @@ async def slow(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list
     """Single-turn, and at least SLOW_S seconds a group."""
     await asyncio.sleep(float(os.environ.get("SLOW_S", "0.3")))
     return await single_turn(task, policy, sampling)
+
+
+async def looking_twice(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:
+    """Shows the task's picture, then one that depends on what was said to it."""
+    return await asyncio.gather(*(_looked_twice(task, policy.episode(j)) for j in range(sampling.n)))
+
+
+async def _looked_twice(task: dict[str, Any], episode: Episode) -> Sample:
+    turn = await episode.generate(task["messages"], max_tokens=4)
+    picture = np.full((32, 32, 3), sum(turn.token_ids) % 256, np.uint8)
+    await episode.generate([{"role": "user", "content": [{"type": "image", "image": picture}]}])
+    return episode.sample()
 
 
 async def ending(task: dict[str, Any], policy: Policy, sampling: Sampling) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""A run whose tasks show pictures: two nodes, killed once, with a model that sees."""
+"""A run whose tasks and environment show pictures: two nodes, killed once, with a model that sees."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SETTINGS = (
 def test_pictures_are_files_that_samples_list_and_the_trainer_computes_what_the_engines_did(
     cluster: Cluster,
 ) -> None:
-    cluster.start(0, "--num-nodes", "2", *SETTINGS)
+    cluster.start(0, "--num-nodes", "2", *SETTINGS, "--environment", "tests.cluster.plugins:looking_twice")
     cluster.start(1)
     cluster.until(
         lambda: cluster.run_dir.images.exists() and any(cluster.run_dir.images.iterdir()), "a picture"
@@ -36,17 +36,17 @@ def test_pictures_are_files_that_samples_list_and_the_trainer_computes_what_the_
     (cluster.run_dir.images / f".{'0' * 64}.0011aabb.tmp").write_bytes(b"what it was about to publish")
     cluster.start(1)
     assert cluster.wait() == [0, 0], cluster.everything_said()
-    shown: set[str] = set()
+    shown, turns = set[str](), list[int]()
     for iteration in (1, 2):
         for kind in ("train", "eval"):
             for group in cluster.groups(iteration, kind).values():
                 for sample in group.samples:
-                    (picture,) = sample.pictures
-                    shown.add(picture.digest)
-                    assert picture.end - picture.begin == 17
+                    shown |= {picture.digest for picture in sample.pictures}
+                    assert all(picture.end - picture.begin == 17 for picture in sample.pictures)
+                    turns.append(len(sample.pictures))
                 assert len({sample.pictures[0] for sample in group.samples}) == 1
     pictures = list(cluster.run_dir.images.iterdir())
-    assert shown <= {path.name for path in pictures}
+    assert shown <= {path.name for path in pictures} and turns.count(2) > turns.count(1) > 0
     assert all(digest_of(path.read_bytes()) == path.name for path in pictures)
     for iteration in (1, 2):
         metrics = json.loads((cluster.run_dir.checkpoint(iteration) / "result.json").read_text())["metrics"]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,12 +21,16 @@ NO = "no: "
 """Before the reason, in a cell."""
 Tried = dict[str, str] | str
 """The cells of a family by column, or why there is no model to try."""
+Make = Callable[[str, Path], Path]
 
 
-def try_all(families: Sequence[str], vllm_python: str | None, jobs: int) -> Iterator[tuple[str, Tried]]:
+def try_all(
+    families: Sequence[str], vllm_python: str | None, jobs: int, make: Make = make_tiny_model
+) -> Iterator[tuple[str, Tried]]:
     """Yield each family with its cells, as they come; `jobs` families are tried at a time.
 
-    `vllm_python`: an interpreter that has vLLM, if it is to be tried. Progress goes to stderr.
+    `vllm_python`: an interpreter that has vLLM, if it is to be tried. `make` writes a model of a family.
+    Progress goes to stderr.
     """
     waiting = list(families)
     running: dict[Any, tuple[str, Any, float]] = {}
@@ -36,7 +40,7 @@ def try_all(families: Sequence[str], vllm_python: str | None, jobs: int) -> Iter
         while waiting or running:
             while waiting and len(running) < jobs:
                 family = waiting.pop(0)
-                pipe, process = forked(partial(try_family, family, root / family, server))
+                pipe, process = forked(partial(try_family, family, root / family, server, make))
                 running[pipe] = family, process, time.monotonic()
             ready: list[Any] = wait(list(running))
             for pipe in ready:
@@ -50,9 +54,9 @@ def try_all(families: Sequence[str], vllm_python: str | None, jobs: int) -> Iter
                 yield family, found
 
 
-def try_family(family: str, directory: Path, vllm_server: Path | None) -> Tried:
+def try_family(family: str, directory: Path, vllm_server: Path | None, make: Make = make_tiny_model) -> Tried:
     """Make a model of the family in `directory` and try it, in vLLM too if `vllm_server` is its socket."""
-    done, said = outcome(partial(make_tiny_model, family, directory))
+    done, said = outcome(partial(make, family, directory))
     if not done:
         return said
     columns = COLUMNS | ({"vLLM": partial(vllm, server=vllm_server)} if vllm_server else {})

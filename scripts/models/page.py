@@ -31,6 +31,13 @@ and Phi 4 mini, and `dynamic`. No sequence of them gets that long here: for Phi 
   ([gpus.md](gpus.md#what-is-proved)). \\*: with transformers' code, as vLLM has none of its own.
 """
 
+PICTURES = """## With pictures
+
+`python -m scripts.models --pictures` tries these with pictures in the prompts. Of `mistral3` transformers
+needs torchvision, of `smolvlm` num2words.
+"""
+SEEING = ("rows", "shared prompts", "sharded", "LoRA", "embedded engine", "vLLM")
+"""Columns of the table of families that are shown pictures."""
 SHORTER = {
     r"trainer\.tensor_parallel_size=\d+ and \w+: (.*); use 1": r"\1",
     r"^its plan asks for .*": "transformers' tensor-parallel plan for it asks for what is not there",
@@ -65,6 +72,21 @@ def page(tried: dict[str, Tried], versions: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def pictures(tried: dict[str, Tried]) -> str:
+    """Return the end of the page, from what try_family returned for families that are shown pictures."""
+    lines = [PICTURES, f"| family | {' | '.join(SEEING)} |", f"|{'---|' * (len(SEEING) + 1)}"]
+    for family, cells in tried.items():
+        if isinstance(cells, str):
+            lines.append(f"| {family} | **no**: {_plain(cells)} |{' |' * (len(SEEING) - 1)}")
+        else:
+            shown = [
+                f"**no**: {_plain(_reason(cell))}" if cell.startswith(NO) else cell
+                for cell in (cells.get(column, "") for column in SEEING)
+            ]
+            lines.append(f"| {family} | {' | '.join(shown)} |")
+    return "\n".join([*lines, ""])
+
+
 def _reasons(cells: Iterable[str]) -> list[str]:
     found = [_reason(cell) for cell in cells if cell.startswith(NO)]
     return [reason for reason in found if not reason.startswith("error ")]
@@ -89,7 +111,7 @@ def _cell(cell: str, reasons: list[str]) -> str:
     )
 
 
-def _plain(text: str, longest: int = 120) -> str:
+def _plain(text: str, longest: int = 60) -> str:
     """Return the text as Markdown shows it, cut if it is long."""
     cut = text if len(text) <= longest else f"{text[:longest]} ..."
     return re.sub(r"([|<>*_`\[\]])", r"\\\1", cut.replace("\n", " "))

@@ -15,12 +15,17 @@ import transformers
 from scripts.models import columns
 from scripts.models.families import NO
 from scripts.models.forked import outcome
-from scripts.models.page import page
+from scripts.models.page import page, pictures
 from scripts.tiny_models import FAMILIES, NotTiny, make_tiny_model, tiny_config
+from scripts.tiny_seeing_models import FAMILIES as WITH_PICTURES
+from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
-TRIED = {row.split("|")[1].strip(): row for row in PAGE.splitlines() if row.startswith("| ")}
+TRIED, SEEING = (
+    {row.split("|")[1].strip(): row for row in part.splitlines() if row.startswith("| ")}
+    for part in PAGE.split("## With pictures")
+)
 NOT_TRIED = re.findall(
     r"[\w-]+", " ".join(re.findall(r"^- (.+?):", PAGE.partition("## Not")[2], re.MULTILINE))
 )
@@ -63,6 +68,24 @@ def words_of(apart: str, shared: str) -> str:
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "bamba"])
 def test_family_takes_adapters(family: str, made: Callable[[str], Path]) -> None:
     assert int(columns.lora(made(family))) >= 8
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "paligemma"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_family_with_pictures_is_packed_and_sharded_as_the_page_says(family: str, tmp_path: Path) -> None:
+    """One of the two ranks has pictures, and the other one may have none."""
+    torch.set_num_threads(1)
+    directory = make_tiny_seeing(family, tmp_path / family)
+    _, _, rows, shared, sharded, *_ = SEEING[family].split("|")
+    assert words_of(rows, shared) == words_of(columns.rows(directory), columns.shared_prompts(directory))
+    assert float(columns.sharded(directory)) < columns.CLOSE and float(sharded) < columns.CLOSE
+
+
+def test_page_has_every_family_with_pictures() -> None:
+    assert SEEING.keys() - {"family"} == WITH_PICTURES.keys(), "run python -m scripts.models --pictures"
+    text = pictures({"llava": {"rows": "positions", "LoRA": NO + "it | fell"}, "other": "not tiny"})
+    assert "\n| llava | positions |  |  | **no**: it \\| fell |  |  |\n" in text
+    assert "\n| other | **no**: not tiny | | | | | |\n" in text
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])

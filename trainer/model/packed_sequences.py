@@ -39,7 +39,7 @@ class Apart(Enum):
     """Positions that restart with each sequence, and no mask."""
     MASKS = "masks"
     """A mask for each kind of attention layer as well."""
-    PICTURES = "masks that show whole pictures"
+    PICTURES = "masks of whole pictures"
     """The same, in which tokens of a picture see those behind them that are of it too (Gemma 3)."""
     KERNELS = "kernels"
     """The bounds of the sequences as well, which the kernels of recurrent layers take."""

@@ -29,8 +29,9 @@ def task(words: str, pictures: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    if request.param == "mistral3":  # transformers loads it beside the processor, and uses nothing of it
-        pytest.importorskip("torchvision")
+    for family, module in (("mistral3", "torchvision"), ("smolvlm", "num2words")):
+        if request.param == family:  # transformers asks for it, and uses nothing of it
+            pytest.importorskip(module)
     model = make_tiny_seeing(request.param, tmp_path_factory.mktemp("seen") / request.param)
     images = model / IMAGES
     by_size: dict[tuple[int, int], list[str]] = {}

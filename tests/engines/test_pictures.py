@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.engines.kinds.choice import engine_kind
+from rollout.engines.model_facts import placeholder
 from rollout.environments.policy import Policy, sample_of
 from rollout.origin import Sampling
 from rollout.settings import EngineSettings
 from rollout.tasks.pictures import Pictures as TaskPictures
-from rollout.trajectory import Group, Picture
+from rollout.trajectory import Group, Picture, Sample
 from tests.engines.engines import KINDS, Engine, serving
 from tests.models import CONTEXT
 from trainer.batch.batch import build_batch
@@ -49,13 +50,17 @@ class Seeing:
     digests: list[str]
     """Of these files: two of the size that the model takes, one that has to be made smaller."""
 
-    def ask(self, prompt: Any, sampling: Sampling = SAMPLING, **more: Any) -> list[Completion]:
-        async def main() -> list[Completion]:
+    def ask(self, prompt: Any, sampling: Sampling = SAMPLING, **asked: Any) -> list[Completion]:
+        return self.play(lambda policy: policy.generate(prompt, n=sampling.n, **asked), sampling)
+
+    def play(self, play: Callable[[Policy], Awaitable[Any]], sampling: Sampling = SAMPLING) -> Any:
+        async def main() -> Any:
             facts = engine_kind(EngineSettings(kind=self.engine.kind), 0).facts(self.engine.admin, None)
             renderer = None if facts.renders_pictures else LocalTokenizer(self.model)
+            facts = replace(facts, placeholder=placeholder(self.model) or -1)
             client = EngineClient(self.engine.url, facts=facts, images=self.images, renderer=renderer)
             async with client:
-                return await Policy(client, sampling, 3).generate(prompt, n=sampling.n, more=more)
+                return await play(Policy(client, sampling, 3))
 
         return asyncio.run(main())
 
@@ -103,9 +108,11 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Seeing(engine, *models, images, digests)
 
 
-def mismatch(seeing: Seeing, completions: Sequence[Completion], model: Path, exchange: bool = False) -> float:
+def mismatch(
+    seeing: Seeing, answers: Sequence[Completion | Sample], model: Path, exchange: bool = False
+) -> float:
     """The largest difference between the trainer's logprobs and the engine's."""
-    samples = [sample_of(completion) for completion in completions]
+    samples = [answer if isinstance(answer, Sample) else sample_of(answer) for answer in answers]
     for number, sample in enumerate(samples):
         sample.reward = float(number)
     batch = build_batch([Group(0, "0", "", samples)], manifest_sha256="", policy="", temperature=1.0, seed=0)
@@ -167,9 +174,33 @@ def test_completions_end_at_the_context_at_a_stop_string_and_with_the_likeliest_
     for completion in seeing.ask(prompt, Sampling(n=4, max_tokens=60, stop=digits)):
         if completion.finish_reason == "stop" and completion.stop_string:
             assert completion.stop_string in digits and not set(completion.text) & set(digits)
-    (completion,) = seeing.ask(prompt, Sampling(max_tokens=3), logprobs=0)
+    (completion,) = seeing.ask(prompt, Sampling(max_tokens=3), more={"logprobs": 0})
     assert len(completion.likely) == len(completion.token_ids)
     assert mismatch(seeing, [completion] * 2, seeing.model) < TOLERANCE
+
+
+def test_further_turn_shows_another_picture_behind_the_first_one(seeing: Seeing) -> None:
+    async def play(policy: Policy) -> list[Sample]:
+        episodes = [policy.episode(j) for j in range(6)]
+        for episode in episodes:
+            await episode.generate(shown("Is ", seeing.digests[0], " red?"), max_tokens=2)
+            await episode.generate(shown(seeing.digests[2], "And this?"), max_tokens=2)
+        written = [episode.turns[0].token_ids for episode in episodes]
+        return [episode.sample() for episode, ids in zip(episodes, written, strict=True) if 99 not in ids]
+
+    samples = seeing.play(play)
+    assert samples
+    for sample in samples:
+        assert [picture.digest for picture in sample.pictures] == [seeing.digests[0], seeing.digests[2]]
+    assert mismatch(seeing, samples, seeing.model) < TOLERANCE
+
+
+def test_placeholder_that_stands_for_no_picture_is_a_token_as_any_other(seeing: Seeing) -> None:
+    """As a policy may write it. Only vLLM takes it in a prompt."""
+    if seeing.engine.kind == "vllm":
+        completions = seeing.ask([10, 99, 11, 99, 12], pictures=seeing.digests[:1])
+        assert completions[0].prompt_ids == [10, *[99] * 17, 11, 99, 12]
+        assert mismatch(seeing, completions, seeing.model) < TOLERANCE
 
 
 def test_prompt_that_is_too_long_and_places_without_a_picture_are_refused(seeing: Seeing) -> None:

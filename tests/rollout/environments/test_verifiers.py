@@ -1,6 +1,8 @@
 """Environments of the library `verifiers`: their tasks, and how the policy plays them."""
 
 import asyncio
+import base64
+import io
 import json
 import os
 import sys
@@ -10,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.environments.policy import Policy
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.origin import Sampling
+from rollout.pictures import digest_of
 from rollout.plugins import code_of
 from rollout.processes.pool import ProcessPool
 from rollout.tasks import verifiers
@@ -95,6 +99,18 @@ __all__ = ["Sums"]
 if __name__ == "__main__":
     Adding.run()
 """
+SEEING = """
+import verifiers.v1 as vf
+
+URL = "data:image/png;base64,PICTURE"
+
+class Looks(vf.Taskset[vf.Task[vf.TaskData]]):
+    def load(self):
+        content = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": URL}}]
+        yield vf.Task(vf.TaskData(prompt=[vf.UserMessage(content=content)]), self.config.task)
+
+__all__ = ["Looks"]
+"""
 SPLITS = """
 import itertools
 import verifiers.v1 as vf
@@ -149,6 +165,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (place / "digits_wanted.py").write_text(DIGITS)
     (place / "has_splits.py").write_text(SPLITS)
     (place / "tool_game.py").write_text(TOOLS)
+    (place / "seeing_game.py").write_text(SEEING.replace("PICTURE", base64.b64encode(png()).decode()))
     (place / "docker").write_text("#!/bin/sh\necho 'Cannot connect to\nthe Docker daemon' >&2; exit 1")
     (place / "docker").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
@@ -170,6 +187,12 @@ def game(installed: None) -> Iterator[VerifiersEnvironment]:
     environment._pool.close()
 
 
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "PNG")
+    return file.getvalue()
+
+
 def load(source: str, split: Any = "train") -> Sequence[Task]:
     return load_tasks(source, seed=0, split=split).tasks
 
@@ -186,6 +209,15 @@ def test_rows_become_tasks_of_which_one_in_ten_is_held_out() -> None:
     assert not {task["id"] for task in train} & {task["id"] for task in evaluation}
     said = [message["role"] + ": " + message["content"] for message in train[0]["messages"]]
     assert said == ["system: play", f"user: say {train[0]['verifiers']['data']['word']}"]
+
+
+def test_task_that_shows_a_picture_names_it() -> None:
+    tasks = load_tasks("verifiers:seeing-game,size=1", seed=0, split="train")
+    assert tasks.tasks[0]["messages"][0]["content"] == [
+        {"type": "text", "text": "What?"},
+        {"type": "image", "image": digest_of(png())},
+    ]
+    assert tasks.pictures is not None and tasks.pictures.read(digest_of(png())) == png()
 
 
 def test_rows_too_few_to_hold_one_out_say_what_needs_none() -> None:

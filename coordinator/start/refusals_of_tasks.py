@@ -186,9 +186,9 @@ def refuse_pictures(
             "put the files of its processor beside its weights",
         ),
         (
-            lora and answered and not isinstance(engine, Embedded),
-            f"trainer.lora.rank={lora} with {engine.name}",
-            "give 0, or --engine torch",
+            lora and not trainer.freeze_vision and answered and not isinstance(engine, Embedded),
+            f"trainer.lora.rank={lora} with trainer.freeze_vision=false and {engine.name}",
+            "leave out one of them, or give --engine torch",
         ),
         (size > 1, f"trainer.tensor_parallel_size={size}", "give 1"),
         (ranks > 1, f"trainer.context_parallel={ranks}", "give 1"),

@@ -634,11 +634,15 @@ def test_model_that_sees_may_have_tasks_without_pictures(tmp_path: Path) -> None
     refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
 
 
-def test_adapters_with_pictures_need_an_engine_that_shows_them_only_where_one_answers(tmp_path: Path) -> None:
+def test_adapters_in_what_looks_at_pictures_are_not_for_vllm_where_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Vllm, "check_pictures", lambda engine, most: None)
     given = {"model": TINY, "trainer.lora.rank": 4, "tasks": SHAPES}
     written = {"rollout.environment": "demonstration", "trainer.algorithm": "sft", "eval.interval": 0}
     tasks = load_tasks(SHAPES, seed=0, split="train")
-    for more, is_refused in (({}, True), (written, False)):
+    moving = {"trainer.freeze_vision": False}
+    for more, is_refused in ((moving, True), ({}, False), ({**moving, **written}, False)):
         settings = loading.build({**given, **more})
         with pytest.raises(SettingsError, match=r"lora\.rank=4 with") if is_refused else nullcontext():
             refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), None, tasks, None, {})

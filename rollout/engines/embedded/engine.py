@@ -70,7 +70,8 @@ class TorchEngine(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self._dtype = dtype
         self.max_batch = max_batch
-        self._model_dir = model_dir
+        self.model_dir = model_dir
+        """Where the weights come from."""
         self._weights = ModelWeights(model_dir, dtype)
         self._proof = Proof()
         model = self._weights.model
@@ -272,7 +273,7 @@ class TorchEngine(threading.Thread):
             self._batch_maker = batch_maker(self._weights.model)  # its configuration may be another
             self._takes_no_pictures = None
         model = self._weights.model
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._batch, self._adapter = self._batch_maker(model), MergedAdapter(model)
 
     def _why_no_pictures(self, example: Shown) -> str:
@@ -286,7 +287,7 @@ class TorchEngine(threading.Thread):
     ) -> list[str]:
         if model_dir is None and self._proof.has_begun:
             return self._proof.unproved
-        expected = saved_sums(model_dir or self._model_dir, self._dtype)
+        expected = saved_sums(model_dir or self.model_dir, self._dtype)
         parameters, buffers = module_sums(self._batch.model)
         served = parameters | self._adapter.own_sums()
         served |= {name: sums for name, sums in buffers.items() if name in expected}

@@ -35,7 +35,6 @@ from rollout.engines.embedded.text import Texts
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
 from rollout.engines.model_facts import has_processor, takes_pictures
-from rollout.plugins import is_installed
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096
@@ -57,13 +56,7 @@ class Server:
         """The name of the adapter that is merged into the weights."""
         self._texts = Texts(model_dir)
         self._reader: PictureReader | None = None
-        self._no_reader = "it has no part for them, or no processor, or Pillow is not installed"
-        # Now: later this directory may be gone, with the weights that were read from it.
-        if takes_pictures(Path(model_dir)) and has_processor(Path(model_dir)) and is_installed("PIL"):
-            try:
-                self._reader = PictureReader(model_dir)
-            except Exception as error:  # of files, of a missing library: what is no picture goes on without
-                self._no_reader = " ".join(f"its processor cannot be loaded: {error}".split())[:_SAID]
+        """Once there has been a picture."""
         self._reading = threading.Lock()
 
     def app(self) -> web.Application:
@@ -157,17 +150,28 @@ class Server:
         """Return the prompt with its pictures' tokens, the pictures, and where these tokens are."""
         pictures = protocol.pictures_of(body)
         with self._reading:
-            reason = self._no_reader
-            if self._reader is not None:
-                reason = self._engine.why_no_pictures(self._reader.example).result()
-            if self._reader is None or reason:
-                raise BadRequest(f"content_parts: {self._model_dir} is shown no pictures here: {reason}")
-            shown = [self._reader.read(data) for data in pictures]
+            reader = self._picture_reader()
+            shown = [reader.read(data) for data in pictures]
             try:
-                expanded, places = self._reader.expanded(prompt_ids, shown)
+                expanded, places = reader.expanded(prompt_ids, shown)
             except PictureMismatch as error:
                 raise BadRequest(f"content_parts: {error}") from error
         return expanded, shown, places
+
+    def _picture_reader(self) -> PictureReader:
+        """Return the processor of the model that is served. BadRequest if that is shown no pictures."""
+        served, reason = Path(self._engine.model_dir), ""
+        if self._reader is None and not (takes_pictures(served) and has_processor(served)):
+            reason = "it has no part for them, or no processor"
+        elif self._reader is None:
+            try:
+                self._reader = PictureReader(served)
+            except Exception as error:  # of files, of a missing library
+                reason = " ".join(f"its processor cannot be loaded: {error}".split())[:_SAID]
+        reason = reason or (self._reader and self._engine.why_no_pictures(self._reader.example).result())
+        if self._reader is None or reason:
+            raise BadRequest(f"content_parts: {self._model_dir} is shown no pictures here: {reason}")
+        return self._reader
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request, protocol.TokenizeBody)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in, size_of
@@ -54,3 +56,21 @@ def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(
     others = {first: second, second: first}
     exchanged = [(others.get(digest, digest), *at) for digest, *at in part.pictures]
     assert mismatch(learner, replace(part, pictures=exchanged)) > 1e-3
+
+
+@torch.no_grad()
+def test_written_token_of_features_is_embedded_as_a_token(seen: Seen) -> None:
+    """Its embedding is that of another one here, so it computes what that one does."""
+    learner = learner_of(seen)
+    assert learner.pictures is not None
+    (part,) = plan_step(batch_of(seen.groups[:1]), range(3), [1.0], 0, 2000, learner.arrangement.packing)
+    example, other = learner.pictures.example, 40
+    token = example.token_ids[example.features[0]]
+    weight = learner.scorer.causal.get_input_embeddings().weight
+    weight[token] = weight[other]
+    written, meant = part.token_ids.copy(), part.token_ids.copy()
+    answers = np.unravel_index(part.scored_at[1:4] + 1, written.shape)
+    written[answers], meant[answers] = token, other
+    scores = [learner.logprobs(replace(part, token_ids=ids))[0] for ids in (written, meant, part.token_ids)]
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-6, rtol=0)
+    assert (scores[0] - scores[2]).abs().max() > 1e-3

@@ -167,7 +167,8 @@ def test_completions_end_at_the_context_at_a_stop_string_and_with_the_likeliest_
 ) -> None:
     context = CONTEXT if seeing.engine.kind == "vllm" else 1024
     prompt = shown(seeing.digests[0], "?")
-    for completion in seeing.ask(prompt, Sampling(n=8, max_tokens=2000)):
+    long = shown(seeing.digests[0], "a" * (context - 27))
+    for completion in seeing.ask(long, Sampling(n=8, max_tokens=2000)):
         is_cut = len(completion.prompt_ids) + len(completion.token_ids) == context
         assert completion.finish_reason == ("length" if is_cut else "stop")
     digits = tuple("0123456789abcdefghijklm")

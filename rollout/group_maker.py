@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.environments.segments import Segment, advance
-from rollout.environments.self_teacher import SelfTeacher
+from rollout.environments.self_teacher import OfTask, SelfTeacher
 from rollout.origin import Sampling
 from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.rewards.endpoint import EndpointError
@@ -170,7 +173,7 @@ class GroupMaker:
         teacher = self.teacher
         if isinstance(teacher, SelfTeacher):
             teacher = teacher.of_task(slot.task, Policy(self.client, self.recipe.sampling, slot.seed))
-        outcomes = await asyncio.gather(*(_outcome(teacher.logprobs(sample)) for sample in samples))
+        outcomes = await asyncio.gather(*(_outcome(_asked(teacher, sample)) for sample in samples))
         failures: list[RewardError] = []
         for sample, outcome in zip(samples, outcomes, strict=True):
             if isinstance(outcome, EndpointError | RequestRefused | TaskError):
@@ -182,6 +185,13 @@ class GroupMaker:
             else:
                 sample.teacher_logprobs = outcome
         return failures
+
+
+async def _asked(teacher: Teacher | OfTask, sample: Sample) -> NDArray[np.float32]:
+    """Return the teacher's logprobs of a sample. Raises TaskError for one with pictures."""
+    if sample.pictures:
+        raise TaskError("it is shown no pictures, and its environment shows some; leave rollout.teacher out")
+    return await teacher.logprobs(sample)
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> T | BaseException:

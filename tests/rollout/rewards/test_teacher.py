@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.environments.environment import single_turn
 from rollout.part_file import decode_part, encode_part
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.teacher import Teacher
-from rollout.trajectory import Sample, Turn
+from rollout.trajectory import Picture, Sample, Turn
 from tests.rollout.collecting import FakeClient, run, slots
 from tests.rollout.rewards.test_served import Served, served
 from tests.rollout.test_part_file import HEADER
@@ -157,6 +158,19 @@ def test_sample_without_an_answer_is_lost_and_the_rest_of_its_group_stays(served
     ((group,), failure) = run(FakeClient(), slots(1), {"teacher": f"{served.url}/v1"})
     assert failure is None and len(group.samples) == 3
     assert group.failed[0].startswith("teacher, task 't0': http://127.0.0.1")
+
+
+def test_sample_whose_environment_shows_a_picture_is_lost_with_the_reason(served: Served) -> None:
+    async def showing(task: Any, policy: Any, sampling: Any) -> list[Sample]:
+        samples = await single_turn(task, policy, sampling)
+        samples[0].pictures = [Picture("0" * 64, 0, 1)]
+        return samples
+
+    served.answers = [told(-0.5)]
+    ((group,), failure) = run(FakeClient(), slots(1), {"teacher": f"{served.url}/v1"}, environment=showing)
+    assert failure is None and len(group.samples) == 3 and len(served.asked) == 3
+    (reason,) = group.failed
+    assert reason.startswith("teacher, task 't0': it is shown no pictures, and its environment shows some; ")
 
 
 def test_part_without_a_teacher_is_as_it_was(served: Served) -> None:

@@ -29,6 +29,7 @@ from rollout.environments.chat import ChatTemplate
 from rollout.environments.environment import resolve_environment, serve
 from rollout.environments.policy import Episode, Policy
 from rollout.environments.text_gym import TextGym
+from rollout.environments.thinking import think_and_answer
 from rollout.origin import Sampling
 from rollout.pictures import digest_of, pictures_in, size_of
 from rollout.storage import files
@@ -301,6 +302,20 @@ def test_agent_of_the_page_sees_what_its_clicks_do_in_a_browser(
             assert size_of((tmp_path / "images" / picture.digest).read_bytes())[0] > 300
     assert {sample.reward for sample in samples} <= {0.0, 1.0}
     learner = learner_of(Seen(tmp_path / "tiny", tmp_path / "images", [], []))
+    for part in microbatches(batch_of([samples]), Packing()):
+        assert mismatch(learner, part) < 1e-5
+
+
+def test_reasoning_about_a_picture_may_be_ended(seen: Seen, tmp_path: Path) -> None:
+    sampling = Sampling(n=3, max_tokens=12, thinking_tokens=4, reasoning_end="</think>")
+
+    async def work(policy: Policy) -> list[Sample]:
+        return await think_and_answer(shows(png(1)), policy, sampling)
+
+    samples = with_policy(seen.model, tmp_path / "images", work, sampling)
+    assert all([picture.digest for picture in sample.pictures] == [digest_of(png(1))] for sample in samples)
+    assert max(sample.metrics["reasoning_cut"] for sample in samples) == 1.0
+    learner = learner_of(Seen(seen.model, tmp_path / "images", [], []))
     for part in microbatches(batch_of([samples]), Packing()):
         assert mismatch(learner, part) < 1e-5
 

@@ -130,7 +130,7 @@ def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings
     assert mesh is not None
     layers = decoder_layers(model)
     if layout.tensor_parallel_size > 1:
-        parallelize_module(_base(model).base_model, mesh["tensor"], _tensor_plan(model, layout))
+        parallelize_module(planned_module(model), mesh["tensor"], _tensor_plan(model, layout))
     param_dtype = getattr(torch, settings.computes_in(on_gpu))
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if settings.cpu_offload and on_gpu else OffloadPolicy()
@@ -184,7 +184,7 @@ def partial_parameters(model: Any, layout: Layout) -> list[Tensor]:
     patterns = {pattern for pattern, style in plan.items() if style == GRADIENTS_ADD_UP}
     return [
         parameter
-        for name, parameter in base.base_model.named_parameters()
+        for name, parameter in planned_module(model).named_parameters()
         if parameter.requires_grad and _generic(name.rpartition(".")[0]) in patterns
     ]
 
@@ -220,6 +220,12 @@ def squared_norm_share(tensor: Tensor, world_size: int) -> Tensor:
 def _base(model: Any) -> Any:
     """Return the transformers model, out of peft's wrapper if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def planned_module(model: Any) -> Any:
+    """Return what the names in a tensor-parallel plan belong to: beside a vision tower the decoder alone."""
+    base = _base(model)
+    return base.get_decoder() if hasattr(base.base_model, "get_image_features") else base.base_model
 
 
 def _generic(name: str) -> str:

@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from scripts.tiny_models import make_tiny_model, tiny_config
+from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.models import make_model
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
 from trainer.model.model import Learner, build_learner, fingerprint
-from trainer.model.parallel import Layout, LayoutError, _tensor_plan, shard
+from trainer.model.parallel import Layout, LayoutError, _tensor_plan, planned_module, shard
+from trainer.model.slices import blank_model
 from trainer.model.token_logprobs import Scorer
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
@@ -303,6 +305,15 @@ def test_embeddings_that_a_plan_would_split_stay_whole(monkeypatch: pytest.Monke
         model = AutoModelForCausalLM.from_config(config)
     found = _tensor_plan(model, Layout(0, 2, 2, sharded=True))
     assert "layers.*.self_attn.q_proj" in found and "embed_tokens" not in found
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_plan_of_a_model_that_sees_splits_its_decoder(family: str, tmp_path: Path) -> None:
+    """Its names were looked for beside the tower: no layer was split, and nobody noticed."""
+    model, _ = blank_model(make_tiny_seeing(family, tmp_path / family), torch.float32)
+    names = {name for name, _ in planned_module(model).named_modules()}
+    plan = _tensor_plan(model, Layout(world_size=2, tensor_parallel_size=2))
+    assert plan and all(pattern.replace("*", "1") in names for pattern in plan)
 
 
 def test_context_group_that_the_processes_cannot_form_is_refused() -> None:

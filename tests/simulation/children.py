@@ -113,6 +113,9 @@ class Children:
         self.shares_imports = False
         self.group, self.python = None, "python"
 
+    def explained(self, error: BaseException) -> BaseException:
+        return error
+
     def new_spool(self, name: str) -> Path:
         spool = self.spool / f"{name}-{next(self._machines.numbers)}"
         spool.mkdir(parents=True)

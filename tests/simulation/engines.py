@@ -132,6 +132,7 @@ class EngineClient:
         retry_s: float = 10.0,
         facts: EngineFacts,
         images: object = None,
+        renderer: object = None,
     ) -> None:
         self.facts = facts
         self._engines = engines

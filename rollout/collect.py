@@ -56,7 +56,8 @@ class Collector:
     With `segment` the samples are single turns that are advanced by it, and no environment is used. A
     group with a sample that is unfinished then is handed over without rewards.
 
-    `counts` says whether a group counts as one of the needed groups. `on_begin` is given the slot of each
+    `counts` says whether a group counts as one of the needed groups. With `may_all_fail` tombstones alone
+    are handed over too. `on_begin` is given the slot of each
     group that is begun. `on_end` is called at the end of each group, also of one that is given up and handed
     over later. No `seed` of a sampling is used. `tally` logs why samples and groups are lost; a process that
     keeps it shows each traceback once.
@@ -70,6 +71,7 @@ class Collector:
         settings: RolloutSettings,
         counts: Callable[[Group], bool] = lambda group: True,
         segment: Segment | None = None,
+        may_all_fail: bool = False,
         on_begin: Callable[[int], None] = lambda _slot: None,
         on_end: Callable[[], None] = lambda: None,
         tally: Tally | None = None,
@@ -92,6 +94,7 @@ class Collector:
         is_instant = all(maker.is_instant for maker in self._makers.values())
         self._most_groups = self.meter.width * (1 if is_instant else 2)
         self._counts = counts
+        self._may_all_fail = may_all_fail
         self._on_begin = on_begin
         self._on_end = on_end
         self._source: Source = Listed([])
@@ -135,7 +138,7 @@ class Collector:
         Raises Stopped within a second after `stop` is set: groups in flight go on, and are held until `run`
         is called again; `kept`: how many of these `source` counts as needed. Raises EngineError
         when the engine fails. An error of `on_group` ends the collection too. Raises AllGivenUp if there
-        were several groups and all were given up: then no group was handed over.
+        were several groups and all were given up, unless that may be: then no group was handed over.
         """
         self._on_group = on_group
         self._start(source, kept)
@@ -294,7 +297,7 @@ class Collector:
             log.warning("%d groups are %s", len(self._in_flight), reason)
             for flight in self._in_flight.values():
                 self._take(flight.slot.tombstone(reason))
-        if len(self._held) >= ALL_FAILED_MIN and not elsewhere:
+        if len(self._held) >= ALL_FAILED_MIN and not elsewhere and not self._may_all_fail:
             first = self._held[0]
             raise AllGivenUp(
                 f"all {len(self._held)} groups were given up, e.g. {first.task_id}: {first.given_up}"

@@ -52,6 +52,7 @@ class Making:
             recipes=recipes,
             settings=order.settings,
             segment=order.segment,
+            may_all_fail=order.kind == "eval",
             on_begin=on_begin,
             on_end=on_end,
             tally=tally,

@@ -154,7 +154,9 @@ def aggregate(
     directory = node.run_dir.trajectories(kind, iteration.number)
     named = {**totals["named"], **named}
     document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
-    _refuse_tombstones_alone(document)
+    _refuse_tombstones_alone(
+        document, is_needed=kind == "train" or node.settings.rollout_split == "eval-only"
+    )
     history = node.histories[kind]
     tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
     costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))
@@ -170,13 +172,14 @@ def aggregate(
     parts.publish_manifest(path, document, groups)
 
 
-def _refuse_tombstones_alone(manifest: Mapping[str, Any]) -> None:
+def _refuse_tombstones_alone(manifest: Mapping[str, Any], is_needed: bool) -> None:
     """Raise AllGivenUp as one node does, however few they are: nothing can be learnt from such an iteration,
-    and the next start makes them again.
+    and the next start makes them again. Of an evaluation beside training say so: it has no score.
     """
     given_up = manifest["given_up"]
     if given_up and not manifest["groups"] and not manifest["unfinished"]:
         first = given_up[0]
-        raise AllGivenUp(
-            f"all {len(given_up)} groups were given up, e.g. slot {first['slot']}: {first['reason']}"
-        )
+        text = f"all {len(given_up)} groups were given up, e.g. slot {first['slot']}: {first['reason']}"
+        if is_needed:
+            raise AllGivenUp(text)
+        log.error("this evaluation has no score, training goes on: %s", text)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rollout import stuck_user_code
-from rollout.collect import Collector, Stopped
+from rollout.collect import AllGivenUp, Collector, Stopped
 from rollout.engines.answers import EngineError, EngineFacts, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
@@ -615,3 +615,12 @@ def test_engine_killed_while_it_generates_ends_the_collection(model_dir: Path) -
         with pytest.raises(EngineError):
             collect_from(running.url, slots(500), sampling=Sampling(n=8, max_tokens=200), concurrency=64)
         timer.join()
+
+
+@pytest.mark.parametrize("may_all_fail", [False, True])
+def test_groups_that_are_all_given_up_are_handed_over_where_that_may_be(may_all_fail: bool) -> None:
+    def judge(task: Task, completion: str) -> float:
+        raise KeyError("answer")
+
+    groups, failure = run(FakeClient(), slots(5), reward=Reward("my:judge", judge), may_all_fail=may_all_fail)
+    assert isinstance(failure, AllGivenUp) is not may_all_fail and len(groups) == 5 * may_all_fail

@@ -143,14 +143,26 @@ def test_what_the_nodes_have_made_is_joined() -> None:
     assert totals == {"short": 0, "made": {"0": made, "1000": made}, "named": {"r1000": "sha"}}
 
 
-def test_evaluation_of_which_every_group_is_given_up_ends_the_run_too(
-    node: Any, iteration: Iteration
+def test_evaluation_of_which_every_group_is_given_up_ends_only_a_run_that_does_nothing_else(
+    node: Any, iteration: Iteration, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.make_directory(node.run_dir.trajectories("eval", 1))
+    manifest = node.run_dir.manifest("eval", 1)
     finish(node, tombstone(0), kind="eval")
     totals = {"short": 0, "made": {}, "named": {}}
-    with pytest.raises(AllGivenUp, match="all 1 groups were given up"):
+
+    node.histories["eval"] = node.histories["train"]
+
+    def aggregate(split: str | None) -> None:
+        node.settings.rollout_split = split
         rollout_steps.aggregate(node, iteration, "eval", Quota(1, 1), ORIGIN, totals, {}, range(1))
+
+    with pytest.raises(AllGivenUp, match="all 1 groups were given up"):
+        aggregate("eval-only")
+    assert not manifest.exists()
+    aggregate(None)
+    assert "this evaluation has no score, training goes on: all 1 groups were given up" in caplog.text
+    assert manifest.exists()
 
 
 @pytest.mark.parametrize("count", [1, 4])

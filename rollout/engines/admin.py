@@ -200,16 +200,16 @@ class EngineAdmin:
     def facts(self) -> EngineFacts:
         """Return what the server says of itself, else the default. As slow as `can_prove`."""
         answer = self._server_info()
-        own = EngineFacts(
+        facts = EngineFacts(
             is_seeded=answer.get("is_seeded") is True, renders_pictures=answer.get("renders_pictures") is True
         )
         try:
             config = answer["vllm_config"]
             samples = _most_samples(config["scheduler_config"])
             samples *= int(config["parallel_config"]["data_parallel_size"])
-            return replace(own, samples=samples)
+            return replace(facts, samples=samples)
         except (KeyError, TypeError, ValueError):
-            return own
+            return facts
 
     def try_generate(self) -> None:
         """Raise EngineError unless the server generates where vLLM takes pictures."""

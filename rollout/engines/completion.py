@@ -70,10 +70,10 @@ class Completion:
 
 def asked_ids(token_ids: Sequence[int], pictures: Sequence[Picture], placeholder: int) -> list[int]:
     """Return tokens as an engine is asked: a placeholder alone for each picture."""
-    asked = list(token_ids)
+    short = list(token_ids)
     for picture in reversed(pictures):
-        asked[picture.begin : picture.end] = [placeholder]
-    return asked
+        short[picture.begin : picture.end] = [placeholder]
+    return short
 
 
 def completion_request(

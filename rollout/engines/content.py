@@ -169,15 +169,15 @@ def left_out(expected: Mapping[str, int], served: Served) -> list[str]:
     without which a block of a directory is what the server has. Outside of the layers it may be so with it,
     too, if it is equal to another one.
     """
-    found: list[str] = []
+    beginnings: list[str] = []
     does = _by_block(_actual(served))
     for block, ours in _by_block(expected).items():
         total = _total(block, does.get(block, {}))
         if block == _OUTSIDE or _total(block, ours) != total:
             modules = {module for name in ours for module in _around(name)}
             modules -= {module for name in served for module in _around(name)}
-            found += [name for name in sorted(modules) if _total(block, _without(ours, name)) == total]
-    return found
+            beginnings += [name for name in sorted(modules) if _total(block, _without(ours, name)) == total]
+    return beginnings
 
 
 def _around(name: str) -> Iterator[str]:

@@ -65,9 +65,9 @@ def count_experts(model_dir: Path) -> tuple[int, int]:
 
 def layers_with_experts(model_dir: Path) -> tuple[int, ...]:
     """Return the numbers of the layers that have experts, from 0, by the names of their tensors."""
-    found = {int(name[1]) for name in map(_IN_EXPERTS.match, tensor_names(model_dir)) if name}
+    layers = {int(name[1]) for name in map(_IN_EXPERTS.match, tensor_names(model_dir)) if name}
     count = _configs(model_dir)[1].get("num_hidden_layers", math.inf)
-    return tuple(sorted(layer for layer in found if layer < count))  # beyond: those that guess ahead
+    return tuple(sorted(layer for layer in layers if layer < count))  # beyond: those that guess ahead
 
 
 def context_tokens(model_dir: Path) -> int | None:

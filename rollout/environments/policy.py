@@ -136,8 +136,8 @@ class Policy:
         tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
         turns = turns_of(prompt)  # now: an environment may go on with the same list
         shown = pictures_in(prompt) if _is_chat(prompt) else pictures
-        asked: dict[str, Any] = {"pictures": shown} if shown else {}
-        completions = await self._client.generate(tokens_or_text, sampling, **asked)
+        pictured: dict[str, Any] = {"pictures": shown} if shown else {}
+        completions = await self._client.generate(tokens_or_text, sampling, **pictured)
         return [
             await self._template.read(replace(completion, turns_before=turns)) for completion in completions
         ]

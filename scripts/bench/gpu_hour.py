@@ -177,7 +177,7 @@ def save(learner: Any, directory: Path) -> None:
     directory.mkdir()
     began_s = time.perf_counter()
     with Writer(directory) as writer:
-        hub_files.write_weights(learner, Outputs(writer), torch.bfloat16)
+        hub_files.write_weights(learner, Outputs(writer), torch.bfloat16, directory)
         state.write_pieces(state.pieces(learner), writer)
         size = sum(facts["bytes"] for facts in writer.finish().values())
     report(checkpoint_gb=round(size * GB, 2), checkpoint_s=round(time.perf_counter() - began_s, 2))

@@ -39,7 +39,7 @@ def patch() -> None:
     """Read no values of files, and try no kernels."""
     patched: Any = loading
     blank_model, layout_of = slices.blank_model, parallel.Layout.choose
-    with_adapters, round_frozen = loading._with_blank_adapters, loading._round_frozen
+    with_adapters, hold_frozen = loading._with_blank_adapters, loading._hold_frozen
 
     def fill(whole: Any, held: Any, *_: Any, **__: Any) -> None:
         for module, name in held.values():
@@ -59,13 +59,13 @@ def patch() -> None:
         blank.tie_weights()
         return blank
 
-    def rounded(blank: Any, *given: Any) -> None:
+    def held(blank: Any, *given: Any) -> None:
         on_meta = any(p.is_meta and not isinstance(p, FakeTensor) for p in blank.parameters())
-        (apart(round_frozen) if on_meta else round_frozen)(blank, *given)
+        (apart(hold_frozen) if on_meta else hold_frozen)(blank, *given)
 
     slices.fill, slices.blank_model = fill, apart(blank_model)
     slices.copy_part = lambda _tensor, _value: None
-    patched.load_model, patched._round_frozen = load_model, rounded
+    patched.load_model, patched._hold_frozen = load_model, held
     patched._with_blank_adapters = apart(with_adapters)
     meshes: Any = DeviceMesh
     if hasattr(meshes, "_compute_coordinate_on_dim"):  # not in torch 2.11
@@ -122,7 +122,7 @@ def write(learner: model.Learner) -> None:
     patched.content_sum = lambda value: SUMMED_ON.add(value.device.type) or 0
     patched.gather_json = lambda share, _doing: [share]
     outputs: Any = SimpleNamespace(keeps=lambda _owner: True, add=lambda *_: None)
-    hub_files.write_weights(learner, outputs, torch.bfloat16)
+    hub_files.write_weights(learner, outputs, torch.bfloat16, Path())
 
 
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:

@@ -75,16 +75,16 @@ class PictureReader:
         """Find out by two pictures what it adds to the words, and along which dimensions it joins tensors."""
         from PIL import Image
 
-        one, two = (self._processed([Image.new("RGB", (64, 64))] * count) for count in (1, 2))
-        lengths = [inputs["input_ids"].shape[1] for inputs in (one, two)]
+        single, double = (self._processed([Image.new("RGB", (64, 64))] * count) for count in (1, 2))
+        lengths = [inputs["input_ids"].shape[1] for inputs in (single, double)]
         self._added = 2 * lengths[0] - lengths[1]
         self._axes: dict[str, int] = {}
-        for name, tensor in _tensors(one).items():
-            axes = [k for k, size in enumerate(tensor.shape) if two[name].shape[k] == 2 * size > 0]
+        for name, tensor in _tensors(single).items():
+            axes = [k for k, size in enumerate(tensor.shape) if double[name].shape[k] == 2 * size > 0]
             if not axes:
-                raise PictureMismatch(f"{name} of two pictures is {tuple(two[name].shape)}, as of one")
+                raise PictureMismatch(f"{name} of two pictures is {tuple(double[name].shape)}, as of one")
             self._axes[name] = axes[0]
-        types = next((one[name] for name in _TYPES if name in one), None)
+        types = next((single[name] for name in _TYPES if name in single), None)
         self._marks_answers = types is not None and not bool(types.any())
 
     def _processed(self, pictures: Sequence[Any]) -> Mapping[str, Any]:

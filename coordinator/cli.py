@@ -175,9 +175,10 @@ def guest(
 
         of_server = ["--token-file", str(token_file)] if token_file else []
         return ask_server(["guest", "--server", server, *of_server, *(words or [])], "run")
+    from coordinator.console.commands.typos import settings_of
     from coordinator.journal.streams import hold_up_nobody
 
-    request = _request(log_path, _of_words(words or []), None, False, allow_shared_dir)
+    request = _request(log_path, settings_of(words or []), None, False, allow_shared_dir)
     hold_up_nobody()
     from rollout.processes.imports import importing
 
@@ -195,21 +196,12 @@ def _given(
 ) -> dict[str, Any]:
     """Return the settings that were typed, by dotted name: of a file, of options, of KEY=VALUE."""
     from coordinator.console.commands.options import given_options
+    from coordinator.console.commands.typos import settings_of
     from coordinator.settings.loading import read_file
 
     overrides: dict[str, Any] = read_file(config) if config else {}
     overrides |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
-    return {**overrides, **given_options(typed), **_of_words(words)}
-
-
-def _of_words(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that were typed as KEY=VALUE."""
-    from coordinator.console.commands.typos import refuse_word
-    from coordinator.settings.loading import parse_override
-
-    for word in words:
-        refuse_word(word)
-    return dict(parse_override(word) for word in words)
+    return {**overrides, **given_options(typed), **settings_of(words)}
 
 
 def _request(

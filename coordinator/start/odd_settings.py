@@ -35,6 +35,9 @@ WORKS_WITH = {
 RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
 """Who gives one of these means a certain learning rate."""
 _LORA = "trainer.lora."
+FASTEST = 0.1
+"""A learning rate above this spoils any model in a step; somebody means another sign of the exponent."""
+SHARE = "gpu_memory_utilization"
 GREEDY_BELOW = 1e-5
 """Engines take a temperature below this for 0."""
 NARROWS = ("top_p", "top_k", "min_p")
@@ -67,6 +70,11 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
         )
     if (args := settings.engine.args) and isinstance(any_kind(settings.engine), Embedded):
         yield f"engine.args.{next(iter(args))} does nothing with --engine torch; it is for vLLM"
+    if (rate := settings.trainer.learning_rate) > FASTEST:
+        yield f"trainer.learning_rate={rate:g} spoils any model; most are trained with 1e-6 to 1e-3"
+    for key, value in settings.engine.args.items():
+        if key.replace("-", "_") == SHARE and isinstance(value, int | float) and value > 1:
+            yield f"engine.args.{key}={value}: it is a part of the GPU's memory, e.g. 0.8"
     sets = {f"{SECTION}{name}": eval_set for name, eval_set in settings.eval_sets.items()}
     for section, sampling in {"rollout": settings.rollout, "eval": settings.eval, **sets}.items():
         count, greedy = sampling.samples_per_task or 1, _greedy(sampling.temperature, sampling.top_k)

@@ -60,12 +60,13 @@ def evaluate(
 ) -> int:
     """Score a checkpoint of a run, or any model, on this machine; the run is only read."""
     from coordinator.console.commands.evaluate import evaluate as score
-    from coordinator.settings.loading import parse_override, read_file
+    from coordinator.console.commands.typos import settings_of
+    from coordinator.settings.loading import read_file
 
     overrides: dict[str, Any] = read_file(config) if config else {}
     named = {"eval_tasks": eval_tasks, "rollout.reward": reward, "rollout.environment": environment}
     overrides |= {key: value for key, value in named.items() if value}
-    overrides |= dict(parse_override(word) for word in words or [])
+    overrides |= settings_of(words or [])
     root = log_path.absolute() if log_path else None
     return score(checkpoint, root, overrides, out.absolute() if out else None, as_json)
 

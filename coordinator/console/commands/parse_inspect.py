@@ -142,10 +142,10 @@ def plan(
     """Say whether two crews would be faster than one, and with which devices, by what a run has measured; or
     with --model, whether a run would fit."""
     if model is not None:
+        from coordinator.console.commands.typos import settings_of
         from coordinator.console.plan.before import show_needs
-        from coordinator.settings.loading import parse_override
 
-        show_needs(model, gpus, gpu, dict(parse_override(word) for word in words or []))
+        show_needs(model, gpus, gpu, settings_of(words or []))
         return 0
     from coordinator.console.plan import show_plan
 

@@ -11,7 +11,7 @@ import typer
 
 from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
 from coordinator.settings import suggestions
-from coordinator.settings.loading import OPTIONS, known_keys, option_name
+from coordinator.settings.loading import OPTIONS, known_keys, option_name, parse_override
 from coordinator.settings.tree import SettingsError
 
 MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
@@ -40,7 +40,14 @@ _OPTION_OF = {
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
 
 
-def refuse_word(word: str) -> None:
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that were typed as KEY=VALUE; SettingsError for another word."""
+    for word in words:
+        _refuse_word(word)
+    return dict(parse_override(word) for word in words)
+
+
+def _refuse_word(word: str) -> None:
     """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
     if "=" in word:
         return
@@ -51,6 +58,8 @@ def refuse_word(word: str) -> None:
         advice = f"a command comes first: run {word} ..."
     elif option := _OPTION_OF.get(Path(word).suffix if Path(word).is_file() else ""):
         advice = f"a file is given as {option.format(word)}"
+    elif Path(word, "run.json").is_file():
+        advice = f"a run directory is given as --log-path {word}"
     elif near:
         advice = f"did you mean run {MEANT.get(near[0], near[0])}?"
     elif setting := known_as or suggestions.spelled_like(word, known):
@@ -77,6 +86,9 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     if extra := _EXTRA.fullmatch(text):
         takes_run = any("--log-path" in param.opts for param in _params(error))
         advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"
+        if extra[1].isdecimal():
+            takes_number = any("--iteration" in param.opts for param in _params(error))
+            advice = f"did you mean --iteration {extra[1]}?" if takes_number else "leave it out"
         if "=" in extra[1]:
             advice = "this command takes no settings; give them where the run is started"
         return f"{text}; {advice}"

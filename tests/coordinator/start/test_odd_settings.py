@@ -55,6 +55,8 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
              "rollout__tasks_per_iteration": 4, "trainer__global_batch_size": 16},
             "2 iterations are 4 optimizer steps, so the learning rate ends at 1.2e-05 and",
         ),
+        ({"trainer__learning_rate": 1e6}, "trainer.learning_rate=1e+06 spoils any model; most"),
+        ({"engine__args__gpu-memory-utilization": 80}, "engine.args.gpu-memory-utilization=80: it is a part"),
         ({"eval__samples_per_task": 4}, "eval.temperature=0: all 4 samples of a task are the same"),
         ({"eval__samples_per_task": 4, "eval__temperature": 1e-6}, "eval.temperature=1e-06: all 4 samples"),
         ({"eval__samples_per_task": 4, "eval__temperature": 1, "eval__top_k": 1}, "eval.top_k=1: all 4"),

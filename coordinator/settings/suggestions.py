@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 ALIASES = {
     "lr": "trainer.learning_rate",
+    "lr_rate": "trainer.learning_rate",
     "lr_scheduler_type": "trainer.schedule",
     "lr_scheduler": "trainer.schedule",
     "num_warmup_steps": "trainer.warmup_steps",
@@ -459,7 +460,7 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     for part in (word, word.rpartition(".")[2]):
         for near in difflib.get_close_matches(part, spellings, n=3, cutoff=NEAR):
             likeness = difflib.SequenceMatcher(None, near, part).ratio()
-            if abs(len(near) - len(part)) <= 2 or likeness >= NEARER:
+            if abs(len(near) - len(part)) <= 2 or likeness >= NEARER or near.startswith(part):
                 return spellings[near]
     return None
 

@@ -61,7 +61,7 @@ def test_vllm_says_how_many_samples_it_generates_at_once_and_gets_no_seeds(
 ) -> None:
     config = {"scheduler_config": scheduler, "parallel_config": {"data_parallel_size": replicas}}
     admin = answering(monkeypatch, "/server_info", {"vllm_config": config, "system_env": {}})
-    assert admin.facts() == EngineFacts(samples, is_seeded=False)
+    assert admin.facts() == EngineFacts(samples, is_seeded=False, renders_pictures=False)
     admin = answering(monkeypatch, "/collective_rpc", {"results": [scheduler, None]})
     if scheduler:
         assert admin.most_samples() == samples // replicas
@@ -72,7 +72,7 @@ def test_vllm_says_how_many_samples_it_generates_at_once_and_gets_no_seeds(
 
 def test_server_that_says_nothing_of_itself_is_given_what_most_can(monkeypatch: pytest.MonkeyPatch) -> None:
     admin = answering(monkeypatch, "/server_info", {"choices": []})
-    assert admin.facts() == EngineFacts(256, is_seeded=False)
+    assert admin.facts() == EngineFacts(256, is_seeded=False, renders_pictures=False)
 
 
 class Recorder(BaseHTTPRequestHandler):

@@ -18,8 +18,8 @@ from trainer.model.packed_sequences import Apart
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 """PaliGemma's processor of transformers makes arrays of tensors."""
 APART = {"gemma3": Apart.PICTURES}
-"""What keeps sequences with pictures apart; in others positions, which were enough for all in older
-transformers.
+"""What keeps sequences with pictures apart; in others positions. With older transformers these are enough for
+all, but Gemma 3 shares no prompt.
 """
 
 
@@ -48,9 +48,9 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(seen: Seen) -> None:
     learner = learner_of(seen)
-    packing = learner.arrangement.packing
-    assert learner.arrangement.apart in (Apart.POSITIONS, APART.get(seen.model.name))
-    assert bool(packing.pairs_per_token) == packing.several == (seen.model.name != "paligemma")
+    packing, apart, name = learner.arrangement.packing, learner.arrangement.apart, seen.model.name
+    assert apart in (Apart.POSITIONS, APART.get(name)) and packing.several == (name != "paligemma")
+    assert bool(packing.pairs_per_token) == (packing.several and apart is APART.get(name, apart))
     (part,) = plan_step(batch_of(seen.groups), range(9), [1.0], 0, 2000, packing)
     assert mismatch(learner, part) < 1e-5
     assert part.pictures is not None

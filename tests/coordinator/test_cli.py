@@ -362,7 +362,7 @@ BAD = [
     ("local stats", "did you mean run status?"),
     ("trian", "did you mean run local?"),
     ("--worker 1 --worker 2", "--worker is there 2 times; give it once"),
-    ("--model a --model=b", "--model is there 2 times; give it once"),
+    ("--config a.toml --config=b.toml", "--config is there 2 times; give it once"),
     ("samples 99", "did you mean --iteration 99?"),
     ("guets", "did you mean run guest?"),
     ("fork --from a --to b", "No such option: --from; did you mean --log-path?"),

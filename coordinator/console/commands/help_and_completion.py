@@ -15,17 +15,16 @@ SETTINGS = "Settings; any other one as KEY=VALUE, --dry-run prints all"
 
 
 class StartCommand(TyperCommand):
-    """A command that starts nodes. Its help names the other commands first, then its options in two parts. An
-    option that takes one value may be typed once.
-    """
+    """A command that starts nodes. Its help names the other commands first, then its options in two parts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse; SettingsError if an option is typed twice, of which the last would silently count."""
+        """Parse; SettingsError for a second rank or file of settings. Of other options the last counts, as a
+        script that adds to a command relies on.
+        """
         names = [word.partition("=")[0] for word in args]
-        for param in self.get_params(ctx):
-            typed = [name for name in names if name in param.opts]
-            if len(typed) > 1 and not (param.multiple or param.is_flag):  # pyright: ignore
-                raise SettingsError(f"{typed[0]} is there {len(typed)} times; give it once")
+        for name in ("--worker", "--config"):
+            if names.count(name) > 1:
+                raise SettingsError(f"{name} is there {names.count(name)} times; give it once")
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:

@@ -102,7 +102,7 @@ def _run_local(children: Children, request: StartRequest) -> int:
 
         for rank in range(nodes):
             if rank == 1:
-                _await_placement(root, Placement(nodes, settings.cluster.place), started[0])
+                _await_placement(root, Placement(nodes, settings.cluster.place), started[0], interrupts)
             role = ["--worker", str(rank)] if rank else ["--master", *arguments]
             argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
@@ -114,10 +114,14 @@ def _run_local(children: Children, request: StartRequest) -> int:
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
 
 
-def _await_placement(root: Path, placement: Placement, master: Child) -> None:
-    """Wait until the master has placed the devices, or has ended: an older placement may lack a worker."""
+def _await_placement(root: Path, placement: Placement, master: Child, interrupts: Interrupts) -> None:
+    """Wait until the master has placed the devices, has ended, or a signal has come, which is passed on later.
+    An older placement may lack a worker.
+    """
     if placement.place or placement_records.read_placement(root).place:
-        while placement_records.read_placement(root) != placement and master.poll() is None:
+        while placement_records.read_placement(root) != placement:
+            if master.poll() is not None or interrupts.received:
+                return
             time.sleep(LOOK_S)
 
 

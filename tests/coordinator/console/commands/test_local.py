@@ -102,8 +102,11 @@ def test_workers_start_after_the_master_has_placed_the_devices_anew(
 
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=sleep))
     master: Any = SimpleNamespace(poll=lambda: None)
-    local._await_placement(tmp_path, placement, master)
+    interrupts: Any = SimpleNamespace(received=[])
+    local._await_placement(tmp_path, placement, master, interrupts)
     assert len(slept) == 1
     ended: Any = SimpleNamespace(poll=lambda: Exit.USAGE)
-    local._await_placement(tmp_path, Placement(1, ()), ended)
-    assert len(slept) == 1
+    local._await_placement(tmp_path, Placement(1, ()), ended, interrupts)
+    interrupts.received.append(signal.SIGINT)
+    local._await_placement(tmp_path, Placement(1, ()), master, interrupts)
+    assert len(slept) == 1, "nobody waits on for a master that has ended, or after Ctrl+C"

@@ -115,7 +115,7 @@ def _run_local(children: Children, request: StartRequest) -> int:
 
 
 def _await_placement(root: Path, placement: Placement, master: Child, interrupts: Interrupts) -> None:
-    """Wait until the master has placed the devices, has ended, or a signal has come, which is passed on later.
+    """Wait until the master has placed the devices, has ended, or a signal has come, which is passed on then.
     An older placement may lack a worker.
     """
     if placement.place or placement_records.read_placement(root).place:
@@ -129,7 +129,7 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
     """Pass on signals until all nodes have ended; return their exit codes. An interrupt is the master's to
     tell the others, while there is one.
 
-    If the master refuses to start, was killed, or has failed without telling the others, they are ended: they
+    If the master refuses to start, was killed, or has ended without telling the others, they are ended: they
     would wait for one that starts.
     """
     told_s = failed_s = 0.0
@@ -141,7 +141,8 @@ def follow(nodes: list[Child], interrupts: Interrupts) -> list[int]:
                 if node.poll() is None:
                     os.kill(node.pid, signal.SIGINT if is_masters else signal.SIGTERM)
         code = nodes[0].poll()
-        failed_s += LOOK_S if code is not None and (code == Exit.FAILED or code < 0) else 0.0
+        has_told_nobody = code is not None and (code in (Exit.FAILED, Exit.INTERRUPTED) or code < 0)
+        failed_s += LOOK_S if has_told_nobody else 0.0
         if waiting and (nodes[0].poll() == Exit.USAGE or failed_s > GRACE_S):
             for node in waiting:
                 if node.poll() is None:

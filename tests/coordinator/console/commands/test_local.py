@@ -28,7 +28,7 @@ def waiting() -> Iterator[subprocess.Popen[bytes]]:
     node.wait()
 
 
-@pytest.mark.parametrize("code", [Exit.USAGE, Exit.FAILED, -signal.SIGKILL])
+@pytest.mark.parametrize("code", [Exit.USAGE, Exit.FAILED, Exit.INTERRUPTED, -signal.SIGKILL])
 def test_workers_do_not_wait_for_a_master_that_cannot_start(
     waiting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

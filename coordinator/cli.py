@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from coordinator.console.commands.arguments import AllowSharedDir, LogPath, Words, new_app, option
-from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
+from coordinator.console.commands.names import GUEST, LOCAL
+from coordinator.console.commands.parse import COMMANDS
 
 if TYPE_CHECKING:
     from coordinator.start.request import StartRequest

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -45,3 +46,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _same_directory() -> Iterator[None]:
+    """A test that leaves its process in another directory would fail others, in some orders."""
+    here = os.getcwd()
+    yield
+    assert os.getcwd() == here

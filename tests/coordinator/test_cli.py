@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.console.commands.names import GUEST, LOCAL
 from coordinator.console.commands.options import docstrings
-from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
+from coordinator.console.commands.parse import COMMANDS
 from coordinator.directory.layout import FORMAT, Beat, RunDir
 from coordinator.protocol.records import Given, claim
 from coordinator.settings.loading import OPTIONS, build, flatten

@@ -158,4 +158,5 @@ def test_command_line_itself_imports_almost_nothing() -> None:
         found |= new
         pending += new
     parsing = {name for name in SOURCES if name.startswith("coordinator.console.commands.parse")}
-    assert found == {"coordinator.console.commands", "coordinator.console.commands.arguments", *parsing}
+    words = {f"coordinator.console.commands.{name}" for name in ("arguments", "names")}
+    assert found == {"coordinator.console.commands", *words, *parsing}

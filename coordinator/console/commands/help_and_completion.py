@@ -7,8 +7,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from coordinator.console.commands.names import GROUPS
 from coordinator.console.commands.options import parameter_names
-from coordinator.console.commands.parse import GROUPS
 from coordinator.settings.tree import SettingsError
 
 SETTINGS = "Settings; any other one as KEY=VALUE, --dry-run prints all"

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from coordinator.console.commands.parse import COMMANDS, GUEST, LOCAL
+from coordinator.console.commands.names import GROUPS, LOCAL
 from coordinator.settings import suggestions
 from coordinator.settings.loading import OPTIONS, known_keys, option_name, parse_override
 from coordinator.settings.tree import SettingsError
@@ -51,7 +51,7 @@ def _refuse_word(word: str) -> None:
     """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
     if "=" in word:
         return
-    commands, known = [LOCAL, GUEST, *COMMANDS], known_keys()
+    commands, known = [name for group in GROUPS.values() for name in group], known_keys()
     known_as = suggestions.known_as(word, known)
     near = [] if known_as else difflib.get_close_matches(word, [*commands, *MEANT], n=1)
     if word in commands:

@@ -1,6 +1,7 @@
 """About 300 pictures that are damaged, odd or not there: each is refused in one line, or opens."""
 
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -178,8 +179,7 @@ def test_what_is_no_file_or_no_text_of_one(folder: Folder) -> None:
     (there / "folder").mkdir()
     (there / "dangling").symlink_to("nowhere")
     (there / "loop").symlink_to("loop")
-    with socket.socket(socket.AF_UNIX) as listening:
-        os.chdir(there)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(there):  # the path of a socket is short
         listening.bind("socket")
     encoded = base64.b64encode(PNG).decode()
     values: dict[str, Any] = {

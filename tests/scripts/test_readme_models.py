@@ -1,5 +1,7 @@
 """README.md's table of models says what docs/models.md has found."""
 
+import re
+
 from tests.scripts.pages import REPOSITORY
 
 COLUMNS = {"all weights": "sharded", "tensor parallel": "tensor parallel", "LoRA": "LoRA", "vLLM": "vLLM"}
@@ -34,3 +36,9 @@ def test_number_of_families_is_that_of_the_page() -> None:
     families = len(table("docs/models.md", "family"))
     text = " ".join((REPOSITORY / "README.md").read_text().split())
     assert f"has all {families} families" in text
+
+
+def test_models_that_read_pictures_are_those_of_the_page() -> None:
+    sentence = (REPOSITORY / "README.md").read_text().partition("Models that read pictures")[2].partition(". ")[0]
+    page = (REPOSITORY / "docs/models.md").read_text().partition("## With pictures")[2]
+    assert re.findall(r"`(\w+)`", sentence) == re.findall(r"^\| (\w+) \| (?!rows|---)", page, re.MULTILINE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from rollout.engines.model_dir import policy_digest
@@ -140,7 +140,7 @@ def _samples(run_dir: RunDir, number: int, manifest: dict[str, Any], known: dict
         yield _differs(path, manifest["policy"], f"the policy of iteration {sampler}", known[sampler])
     for entry in manifest["parts"]:
         try:
-            parts.read_groups(run_dir.trajectories("train", number), {"parts": [entry]})
+            manifests.read_groups(run_dir.trajectories("train", number), {"parts": [entry]})
         except Incomplete as error:
             yield str(error)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, published
 from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
@@ -112,7 +112,7 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str, t
     Raises Incomplete if a part of the iteration is gone or altered, ValueError as build_batch.
     """
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
-    groups = parts.read_groups(run_dir.trajectories("train", iteration), manifest, decoded)
+    groups = manifests.read_groups(run_dir.trajectories("train", iteration), manifest, decoded)
     older = _older(run_dir, iteration, settings, tasks)
     origin = Origin.from_document(manifest["origin"])
     age = iteration - 1 - origin.policy_iteration
@@ -179,7 +179,7 @@ def _older(run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSe
         try:
             if manifest is None:
                 raise Incomplete(f"{run_dir.manifest('train', older)} is missing or damaged")
-            groups = parts.read_groups(run_dir.trajectories("train", older), manifest, decoded)
+            groups = manifests.read_groups(run_dir.trajectories("train", older), manifest, decoded)
             origin = Origin.from_document(manifest["origin"])
             sampling, policy = origin.sampling, origin.policy_iteration
             weights, sources = _weights(settings, origin), _task_sources(run_dir, older, settings, tasks)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from coordinator.directory import parts
+from coordinator.directory import manifests
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION, joined_digest
 from coordinator.start.inputs import Inputs
@@ -173,19 +173,19 @@ def scores(
     rewards = [score["reward"] for score in named.values() if "reward" in score]
     if sets[0].begin == 0 and len(rewards) == len(sets):  # fewer sets have another mean
         document["reward"] = sum(rewards) / len(rewards)
-    return {**document, "metrics": parts.figures(unnamed)["metrics"], "sets": named}
+    return {**document, "metrics": manifests.figures(unnamed)["metrics"], "sets": named}
 
 
 def _score(
     groups: Sequence[Group], eval_set: SetSlots, settings: RunSettings, inputs: Inputs
 ) -> dict[str, Any]:
     members = [group for group in groups if eval_set.begin <= group.slot < eval_set.end]
-    figures = parts.figures(members)
+    figures = manifests.figures(members)
     samples = sum(len(group.samples) for group in members)
     rewards = {
         str(group.slot - eval_set.begin): mean
         for group in members
-        if (mean := parts.mean_reward(group)) is not None
+        if (mean := manifests.mean_reward(group)) is not None
     }
     tasks = inputs.eval_sets[eval_set.name].tasks.tasks
     score = {

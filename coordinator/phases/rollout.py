@@ -13,7 +13,7 @@ from typing import Any
 
 from coordinator.collector import unfinished_samples
 from coordinator.collector.unfinished_samples import Begun
-from coordinator.directory import claims, parts, published
+from coordinator.directory import claims, manifests, parts, published
 from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
 from coordinator.directory.published import Incomplete, Policy
@@ -71,8 +71,8 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
     resume_at = resume.resume_at(run_dir, node.settings, number, policy.digest)
     generates = Phase.TRAIN_ROLLOUT in phases_of(node.settings.kind) and resume_at <= Phase.EVAL_ROLLOUT
     if resume_at > Phase.TRAIN_PLAN:  # an earlier master may have ended before it wrote these
-        parts.ensure_readable(run_dir.manifest("train", number))
-        parts.ensure_readable(run_dir.manifest("eval", number))
+        manifests.ensure_readable(run_dir.manifest("train", number))
+        manifests.ensure_readable(run_dir.manifest("eval", number))
     return {
         "resume_at": int(resume_at),
         "policy": policy.digest,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, parts, published
 from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
@@ -153,7 +153,7 @@ def aggregate(
         once.withdraw(path, path.with_suffix(".damaged"))
     directory = node.run_dir.trajectories(kind, iteration.number)
     named = {**totals["named"], **named}
-    document, groups = parts.manifest(directory, iteration.number, quota, origin, named, totals["short"])
+    document, groups = manifests.manifest(directory, iteration.number, quota, origin, named, totals["short"])
     _refuse_tombstones_alone(
         document, is_needed=kind == "train" or node.settings.rollout_split == "eval-only"
     )
@@ -169,7 +169,7 @@ def aggregate(
     if document["mixed_code"]:
         log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])
     document |= scores(groups)
-    parts.publish_manifest(path, document, groups)
+    manifests.publish_manifest(path, document, groups)
 
 
 def _refuse_tombstones_alone(manifest: Mapping[str, Any], is_needed: bool) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from coordinator.directory import parts
+from coordinator.directory import manifests
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.records import claim
@@ -83,8 +83,8 @@ def roll_out(run_dir: RunDir, iteration: int, policy: str, finished: int) -> Non
     writer.flush()
     if finished == SLOTS:
         directory = run_dir.trajectories("train", iteration)
-        document, groups = parts.manifest(directory, iteration, Quota(SLOTS, SLOTS), origin(policy))
-        parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
+        document, groups = manifests.manifest(directory, iteration, Quota(SLOTS, SLOTS), origin(policy))
+        manifests.publish_manifest(run_dir.manifest("train", iteration), document, groups)
 
 
 def say(run_dir: RunDir, rank: int) -> None:

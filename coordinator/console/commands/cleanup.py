@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, published
 from coordinator.directory.layout import MASTER, REMOVED, RunDir, parse_staging_name, parse_state_name
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
@@ -129,7 +129,9 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
         try:
             policy = published.policy_of(run_dir, sampler).digest if sampler else opened["policy"]
             origin = origin_of(opened, "train", policy, sampler)
-            document, groups = parts.manifest(directory, iteration, resume.quota(opened), origin, short=None)
+            document, groups = manifests.manifest(
+                directory, iteration, resume.quota(opened), origin, short=None
+            )
         except Incomplete as error:
             raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
     if document["groups"] == 0:
@@ -151,8 +153,8 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
     if path.name in published.names(path.parent) and published.read_json(path) is None:
         once.withdraw(path, path.with_suffix(".damaged"))
     if groups:
-        parts.publish_manifest(path, manifest, groups)
-    parts.ensure_readable(path)
+        manifests.publish_manifest(path, manifest, groups)
+    manifests.ensure_readable(path)
     if published.read_json(path) != manifest:
         raise Ended(Exit.FAILED, f"another manifest was published just now as {path}; run the command again")
 

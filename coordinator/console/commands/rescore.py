@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator.console.commands.fork import by_iteration, fork, refuse_unfinished, summary
 from coordinator.console.views.rewards_before_after import BeforeAfter, table
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.journal.progress_reminder import progress_reminders
@@ -138,10 +138,10 @@ class Rescorer:
         opened |= {"eval_slots": 0, "rescored": mark}  # to evaluate is to generate
         files.publish(child.iteration_json(number), json.dumps(opened, indent=1).encode())
         directory, quota = child.trajectories("train", number), resume.quota(opened)
-        document, groups = parts.manifest(directory, number, quota, header.origin, short=None)
+        document, groups = manifests.manifest(directory, number, quota, header.origin, short=None)
         document |= {name: before[name] for name in ("costs", "paces") if name in before}
         document |= {"generated": 0, "rescored": mark}
-        parts.publish_manifest(child.manifest("train", number), document, groups)
+        manifests.publish_manifest(child.manifest("train", number), document, groups)
 
     def _opened(self, number: int) -> dict[str, Any]:
         return published.read_json(self._run_dir.iteration_json(number)) or {}

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.collector import unfinished_samples
 from coordinator.collector.unfinished_samples import Begun
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.keeping import resume
@@ -53,8 +53,8 @@ def open_and_conclude(run_dir: RunDir, iteration: int, *groups: Group, **more: A
         writer.add(each)
     writer.flush()
     directory = run_dir.trajectories("train", iteration)
-    document, complete = parts.manifest(directory, iteration, resume.quota(about), ORIGIN)
-    parts.publish_manifest(run_dir.manifest("train", iteration), document, complete)
+    document, complete = manifests.manifest(directory, iteration, resume.quota(about), ORIGIN)
+    manifests.publish_manifest(run_dir.manifest("train", iteration), document, complete)
     return document
 
 
@@ -63,7 +63,7 @@ def test_unfinished_groups_are_in_the_parts_and_count_for_nothing(run_dir: RunDi
     assert manifest["unfinished"] == [0, 2] and manifest["parts"][0]["slots"] == [0, 1, 2]
     assert (manifest["groups"], manifest["samples"], manifest["reward"]) == (1, 2, 0.5)
     assert (manifest["tokens"], manifest["generated"]) == (6, 6 + 4)
-    assert [group.slot for group in parts.read_groups(run_dir.trajectories("train", 1), manifest)] == [1]
+    assert [group.slot for group in manifests.read_groups(run_dir.trajectories("train", 1), manifest)] == [1]
     lines = run_dir.groups("train", 1).read_text().splitlines()
     assert [json.loads(line)["slot"] for line in lines] == [1]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.directory import parts
+from coordinator.directory import manifests, parts
 from coordinator.directory.layout import PartName
-from coordinator.directory.parts import manifest, read_groups, read_parts
+from coordinator.directory.manifests import manifest, read_groups
+from coordinator.directory.parts import read_parts
 from coordinator.directory.published import Incomplete
 from rollout.origin import Code
 from rollout.quota import Quota
@@ -173,7 +174,9 @@ def test_manifest_of_tombstones_alone_has_no_figures(directory: Path) -> None:
 def test_groups_for_people_stand_beside_the_manifest_by_slot(directory: Path) -> None:
     write(directory, group(4), tombstone(1), rank=1)
     write(directory, group(0), group(7), rank=0)
-    parts.publish_manifest(directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), ORIGIN, short=2))
+    manifests.publish_manifest(
+        directory / "manifest.json", *manifest(directory, 3, Quota(5, 5), ORIGIN, short=2)
+    )
     lines = for_people(directory)
     assert [(line["slot"], line["rank"]) for line in lines] == [(0, 0), (1, 1), (4, 1)]
     assert lines[1]["given_up"] == "it took too long" and lines[1]["samples"] == []
@@ -187,9 +190,9 @@ def test_first_manifest_stays_and_with_it_its_groups(directory: Path) -> None:
     path = directory / "manifest.json"
     write(directory, group(0))
     first = manifest(directory, 3, Quota(1, 2), ORIGIN)
-    parts.publish_manifest(path, *first)
+    manifests.publish_manifest(path, *first)
     write(directory, group(1), epoch=1)
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), ORIGIN))
+    manifests.publish_manifest(path, *manifest(directory, 3, Quota(1, 2), ORIGIN))
     assert json.loads(path.read_text()) == first[0]
     assert [line["slot"] for line in for_people(directory)] == [0]
 
@@ -199,14 +202,14 @@ def test_groups_that_their_maker_did_not_come_to_write_follow_from_the_manifest(
 ) -> None:
     path = directory / "manifest.json"
     write(directory, group(0), group(4))
-    parts.ensure_readable(path)
+    manifests.ensure_readable(path)
     assert "groups.jsonl" not in tree(directory), "nothing is published yet"
     made = manifest(directory, 3, Quota(5, 5), ORIGIN, short=3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files, "publish", killed)
-        parts.publish_manifest(path, *made)
+        manifests.publish_manifest(path, *made)
     assert "manifest.json" in tree(directory) and "groups.jsonl" not in tree(directory)
-    parts.ensure_readable(path)
+    manifests.ensure_readable(path)
     assert [line["slot"] for line in for_people(directory)] == [0, 4]
 
 
@@ -215,9 +218,9 @@ def test_old_master_that_wakes_replaces_no_groups(directory: Path) -> None:
     write(directory, group(0))
     old = manifest(directory, 3, Quota(1, 2), ORIGIN)
     write(directory, group(1), epoch=9)
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(2, 2), ORIGIN))
+    manifests.publish_manifest(path, *manifest(directory, 3, Quota(2, 2), ORIGIN))
     before = (directory / "groups.jsonl").read_bytes()
-    parts.publish_manifest(path, *old)
+    manifests.publish_manifest(path, *old)
     assert (directory / "groups.jsonl").read_bytes() == before
 
 
@@ -226,10 +229,10 @@ def test_groups_without_their_part_are_left_out_and_the_run_goes_on(
 ) -> None:
     path = directory / "manifest.json"
     write(directory, group(0))
-    parts.publish_manifest(path, *manifest(directory, 3, Quota(1, 1), ORIGIN))
+    manifests.publish_manifest(path, *manifest(directory, 3, Quota(1, 1), ORIGIN))
     (directory / "groups.jsonl").unlink()
     next(directory.glob("*.safetensors")).unlink()
-    parts.ensure_readable(path)
+    manifests.ensure_readable(path)
     assert "groups.jsonl" not in tree(directory) and "is not written" in caplog.text
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from coordinator.directory import parts
 from coordinator.directory.layout import PartName
-from coordinator.directory.parts import finished_groups, manifest, read_groups, read_parts
+from coordinator.directory.manifests import manifest, read_groups
+from coordinator.directory.parts import finished_groups, read_parts
 from coordinator.directory.published import Incomplete
 from rollout.origin import Code, Origin
 from rollout.part_file import PartHeader, encode_part

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.phases.batch import ensure_batch
@@ -56,8 +56,8 @@ def publish(
         writer.add(each)
     writer.flush()
     quota = Quota(len(groups), len(groups))
-    manifest = parts.manifest(directory, iteration, quota, made_with)
-    parts.publish_manifest(run_dir.manifest("train", iteration), *manifest)
+    manifest = manifests.manifest(directory, iteration, quota, made_with)
+    manifests.publish_manifest(run_dir.manifest("train", iteration), *manifest)
 
 
 def make(run_dir: RunDir, iteration: int, **settings: Any) -> tuple[Batch, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.directory import parts
+from coordinator.directory import manifests, parts
 from coordinator.journal.tracker_feed import scalars
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -150,7 +150,7 @@ def sampled(tmp_path: Path, groups: list[Group], tasks: list[dict[str, Any]]) ->
         for each in groups:
             writer.add(each)
         writer.flush()
-        document, _ = parts.manifest(directory, 1, Quota(len(groups), len(groups)), ORIGIN)
+        document, _ = manifests.manifest(directory, 1, Quota(len(groups), len(groups)), ORIGIN)
         write_json(run_dir.manifest(kind, 1), document)  # pyright: ignore
     drawn = list(range(len(tasks)))[::-1]
     write_json(run_dir.iteration_json(1), {"tasks": drawn})
@@ -198,7 +198,7 @@ def test_metric_that_some_samples_lack_is_the_mean_over_the_others_whichever_par
         writer = parts.PartWriter(run_dir, "train", 1, rank, epoch, ORIGIN)
         writer.add(with_rewards(slot, 1.0, 0.0, **measured))
         writer.flush()
-    document, _ = parts.manifest(directory, 1, Quota(3, 3), ORIGIN)
+    document, _ = manifests.manifest(directory, 1, Quota(3, 3), ORIGIN)
     assert document["metrics"] == {"tries": 2.5}
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import RunDir
-from coordinator.directory.parts import PartWriter, manifest, publish_manifest
+from coordinator.directory.manifests import manifest, publish_manifest
+from coordinator.directory.parts import PartWriter
 from coordinator.directory.published import Policy
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.cleanup import cleanup
-from coordinator.directory import parts
+from coordinator.directory import manifests
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.exits import Ended, Exit
@@ -69,8 +69,8 @@ def iteration_of(run_dir: RunDir, iteration: int, policy: str) -> None:
     for rank in (0, 1):
         write_parts(run_dir, iteration, rank, 2, [group(2 * rank), group(2 * rank + 1)])
     directory = run_dir.trajectories("train", iteration)
-    document, groups = parts.manifest(directory, iteration, Quota(4, 4), origin(policy))
-    parts.publish_manifest(run_dir.manifest("train", iteration), document, groups)
+    document, groups = manifests.manifest(directory, iteration, Quota(4, 4), origin(policy))
+    manifests.publish_manifest(run_dir.manifest("train", iteration), document, groups)
     write_json(run_dir.batch(iteration) / "batch.json", {})
     (run_dir.batch(iteration) / "batch.safetensors").write_bytes(b"batch")
     write_json(run_dir.manifest("eval", iteration), {"policy": POLICY})

@@ -11,7 +11,7 @@ import pytest
 from coordinator.console.commands import cleanup as module
 from coordinator.console.commands.cleanup import cleanup
 from coordinator.console.views.run import Run
-from coordinator.directory import parts, published
+from coordinator.directory import manifests, parts, published
 from coordinator.directory.layout import Record, RunDir, parse_protocol_name
 from coordinator.keeping import resume
 from coordinator.protocol.phase import Phase
@@ -251,7 +251,7 @@ def resumable(run_dir: RunDir) -> None:
         published.verify_checkpoint(staging)
     document = published.read_manifest(run_dir, "train", N)
     if document is not None:
-        assert parts.read_groups(run_dir.trajectories("train", N), document)
+        assert manifests.read_groups(run_dir.trajectories("train", N), document)
     made_with = origin(published.policy_of(run_dir, 1).digest)
     if parts.finished_groups(run_dir.trajectories("train", N), made_with):
         assert published.read_json(run_dir.iteration_json(N))
@@ -280,7 +280,7 @@ def test_keep_partial_keeps_the_finished_groups_and_what_names_them(
     assert {name: document[name] for name in ("slots", "groups", "samples", "given_up")} == {
         "slots": 4, "groups": 2, "samples": 4, "given_up": [{"slot": 2, "reason": "it took too long"}],
     }  # fmt: skip
-    assert [each.slot for each in parts.read_groups(train, document) if not each.given_up] == [1, 3]
+    assert [each.slot for each in manifests.read_groups(train, document) if not each.given_up] == [1, 3]
     assert resume.resume_at(run_dir, SETTINGS, N) is Phase.ENGINE_STOPPED
     assert not tree(run_dir.batch(N)) and published.complete_staging(run_dir, N) is None
 
@@ -302,7 +302,7 @@ def test_keep_partial_adopts_a_manifest_that_is_there(run_dir: RunDir) -> None:
     write_parts(run_dir, N, 0, 3, [group(0)])  # of a late zombie: the manifest does not name it
     cleanup(run_dir.root, N, keep_partial=True)
     assert path.read_bytes() == manifest and for_people.read_bytes() == lines
-    assert len(parts.read_groups(path.parent, json.loads(manifest))) == 4
+    assert len(manifests.read_groups(path.parent, json.loads(manifest))) == 4
     assert not list(path.parent.glob("*.e0003.*"))
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from coordinator import Run
 from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
-from coordinator.directory.parts import PartWriter, manifest, publish_manifest
+from coordinator.directory.manifests import manifest, publish_manifest
+from coordinator.directory.parts import PartWriter
 from coordinator.directory.published import Incomplete
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build

@@ -6,7 +6,8 @@ import pytest
 
 from coordinator.console.views.samples import Order, choose, show_samples
 from coordinator.directory.layout import FORMAT, RunDir
-from coordinator.directory.parts import PartWriter, manifest, publish_manifest
+from coordinator.directory.manifests import manifest, publish_manifest
+from coordinator.directory.parts import PartWriter
 from coordinator.settings.tree import SettingsError
 from rollout.quota import Quota
 from rollout.trajectory import Group

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.directory.claims import Claims, Owner, Shown
-from coordinator.directory.layout import GUESTS, ClaimKind
+from coordinator.directory.file_names import ClaimKind
+from coordinator.directory.layout import GUESTS
 from coordinator.directory.parts import Written, first_finished, read_parts
 from coordinator.protocol.chunks import Chunk
 from coordinator.protocol.liveness import Stopwatch

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coordinator.directory.layout import Claim, ClaimKind, RunDir, parse_claim_name
+from coordinator.directory.file_names import Claim, ClaimKind, parse_claim_name
+from coordinator.directory.layout import RunDir
 from rollout.storage import files, once
 
 TRIES = 2

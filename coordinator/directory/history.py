@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import Kind, RunDir
 
 LOOKS_BACK = 50
 """How many manifests a master reads when it starts."""

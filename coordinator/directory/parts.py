@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.decoded_parts import Decode, decoded
-from coordinator.directory.layout import Kind, PartName, RunDir, parse_part_name
+from coordinator.directory.file_names import PartName, parse_part_name
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.published import Incomplete, names
 from rollout.origin import Origin
 from rollout.part_file import DamagedPart, PartHeader, check_part, encode_part

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_staging_name
+from coordinator.directory.file_names import parse_iteration_name, parse_staging_name
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from rollout.engines.model_dir import is_model_file
 from rollout.environment_variables import cores

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from coordinator.directory import published
-from coordinator.directory.layout import REMOVED, parse_staging_name
+from coordinator.directory.file_names import parse_staging_name
+from coordinator.directory.layout import REMOVED
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node

@@ -4,7 +4,8 @@ import contextlib
 from pathlib import Path
 
 from coordinator.directory import published
-from coordinator.directory.layout import REMOVED, RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import REMOVED, RunDir
 from coordinator.keeping.trainer_states import newest_state
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.directory import published
-from coordinator.directory.layout import REMOVED, RunDir, parse_state_name
+from coordinator.directory.file_names import parse_state_name
+from coordinator.directory.layout import REMOVED, RunDir
 from coordinator.directory.published import Policy
 from coordinator.keeping.resume import trained_iterations
 from coordinator.node.node import Node

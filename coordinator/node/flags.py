@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import DOCUMENT, ENTER, MASTER, OK, Flag, Record, RunDir
+from coordinator.directory.file_names import DOCUMENT, ENTER, OK, Flag, Record
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.failed_starts import report_failed_start

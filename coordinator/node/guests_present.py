@@ -3,7 +3,8 @@
 import logging
 from pathlib import Path
 
-from coordinator.directory.layout import GUESTS, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.watch import ENDED, Watch
 

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from coordinator.directory.layout import MASTER, Beat
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages

@@ -4,7 +4,8 @@ import os
 import shlex
 import signal
 
-from coordinator.directory.layout import GUESTS, MASTER, Flag
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from coordinator.collector.host import Stop
 from coordinator.directory.claims import Claims
-from coordinator.directory.layout import MASTER, parse_claim_name
+from coordinator.directory.file_names import parse_claim_name
+from coordinator.directory.layout import MASTER
 from coordinator.node.node import Node
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord

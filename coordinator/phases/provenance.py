@@ -6,7 +6,8 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
+from coordinator.directory.file_names import parse_iteration_name, parse_part_name
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.parts import has_finished
 from coordinator.keeping import resume

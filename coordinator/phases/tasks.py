@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.directory.layout import RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import RunDir
 from rollout.settings import RolloutSettings
 from rollout.tasks.sampling import draw
 from rollout.tasks.task_set import TaskSet

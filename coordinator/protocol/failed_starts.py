@@ -6,7 +6,8 @@ import json
 import time
 
 from coordinator.directory import published
-from coordinator.directory.layout import Flag, RunDir
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import RunDir
 from rollout.storage import files
 
 NOT_STARTED = "not_started"

@@ -8,7 +8,7 @@ from typing import Any
 from watchdog.events import FileCreatedEvent, FileMovedEvent, FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
-from coordinator.directory.layout import Beat, parse_protocol_name
+from coordinator.directory.file_names import Beat, parse_protocol_name
 
 log = logging.getLogger(__name__)
 

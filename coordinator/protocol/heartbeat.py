@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from coordinator.directory.layout import MASTER, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import new_token
 from coordinator.protocol.snapshot import Board, parse

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.directory import published
-from coordinator.directory.layout import MASTER, Flag, Record, RunDir
+from coordinator.directory.file_names import Flag, Record
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code

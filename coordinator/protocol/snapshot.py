@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.directory.layout import (
+from coordinator.directory.file_names import (
     Beat,
     Flag,
     ProfileRequest,
     Record,
-    RunDir,
     parse_profile_name,
     parse_protocol_name,
 )
+from coordinator.directory.layout import RunDir
 from rollout.storage import files
 
 

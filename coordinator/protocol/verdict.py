@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.directory.layout import MASTER, Flag
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import MASTER
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
 

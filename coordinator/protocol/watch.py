@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.directory.layout import GUESTS, MASTER, Flag, RunDir
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from coordinator.directory import published
-from coordinator.directory.layout import MASTER, Beat, Flag, RunDir, parse_protocol_name
+from coordinator.directory.file_names import Beat, Flag, parse_protocol_name
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal.tracker_feed import check_sinks
 from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8

@@ -37,7 +37,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' cluster, which is not installed
 
 from coordinator.directory import claims, published
-from coordinator.directory.layout import GUESTS, RunDir, parse_part_name
+from coordinator.directory.file_names import parse_part_name
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.directory.published import names
 from coordinator.protocol.snapshot import Board, whole_board
 from rollout.engines.admin import EngineAdmin

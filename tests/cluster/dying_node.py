@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from coordinator import cli
 from coordinator.collector.host import CollectorHost
-from coordinator.directory.layout import Flag, RunDir
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.children import Children
 from coordinator.node.flags import Flags, Payload

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import psutil
 
 from coordinator.directory import published
-from coordinator.directory.layout import Kind, RunDir, parse_iteration_name, parse_part_name
+from coordinator.directory.file_names import parse_iteration_name, parse_part_name
+from coordinator.directory.layout import Kind, RunDir
 from rollout.part_file import decode_part
 from trainer.job import forks
 

@@ -4,7 +4,8 @@ import json
 import signal
 from collections.abc import Callable
 
-from coordinator.directory.layout import GUESTS, Claim, parse_claim_name
+from coordinator.directory.file_names import Claim, parse_claim_name
+from coordinator.directory.layout import GUESTS
 from coordinator.protocol.exits import Exit
 from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.weights import farthest

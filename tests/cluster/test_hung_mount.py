@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.directory.layout import Flag
+from coordinator.directory.file_names import Flag
 from coordinator.protocol.phase import Phase
 from tests.cluster.cluster import FAST
 from tests.cluster.test_shared_filesystem import mounted

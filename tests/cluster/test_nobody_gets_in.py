@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.directory.layout import Record, RunDir, parse_claim_name, parse_protocol_name
+from coordinator.directory.file_names import Record, parse_claim_name, parse_protocol_name
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.records import EpochRecord
 from rollout.storage import files
 from tests.cluster.cluster import FAST, Cluster

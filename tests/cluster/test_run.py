@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import published
-from coordinator.directory.layout import Record
+from coordinator.directory.file_names import Record
 from coordinator.protocol.records import EpochRecord
 from tests.cluster.cluster import FAST, Cluster, token_ids
 

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.directory.layout import Record, RunDir
+from coordinator.directory.file_names import Record
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.phase import Phase
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import durable_parts, lost_groups, repeated_groups, unsound_manifests

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.views.crew_status import crew_dirs
-from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.protocol.records import claim

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordinator.directory.layout import FORMAT, Beat, PartName, RunDir
+from coordinator.directory.file_names import Beat, PartName
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord, Member, claim

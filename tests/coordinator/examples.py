@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordinator.directory.layout import Beat, Flag, Record, RunDir
+from coordinator.directory.file_names import Beat, Flag, Record
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.loading import build

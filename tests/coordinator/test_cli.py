@@ -18,7 +18,8 @@ import pytest
 from coordinator.console.commands.names import GUEST, LOCAL
 from coordinator.console.commands.options import docstrings
 from coordinator.console.commands.parse import COMMANDS
-from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.protocol.records import Given, claim
 from coordinator.settings.loading import OPTIONS, build, flatten
 from coordinator.settings.tree import RunSettings

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from coordinator.directory import manifests
-from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
+from coordinator.directory.file_names import Beat, Flag
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build

@@ -30,24 +30,20 @@ import pytest
 
 from coordinator.collector.unfinished_samples import Begun
 from coordinator.directory import published
-from coordinator.directory.layout import (
+from coordinator.directory.file_names import (
     DOCUMENT,
     ENTER,
-    GUESTS,
-    MASTER,
     OK,
-    REMOVED,
     Claim,
     Flag,
-    Kind,
     PartName,
     Record,
-    RunDir,
     parse_claim_name,
     parse_iteration_name,
     parse_part_name,
     parse_protocol_name,
 )
+from coordinator.directory.layout import GUESTS, MASTER, REMOVED, Kind, RunDir
 from coordinator.keeping import resume
 from coordinator.node.flags import Flags
 from coordinator.protocol.failed_starts import NOT_STARTED

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import Beat, Kind, RunDir, parse_protocol_name
+from coordinator.directory.file_names import Beat, parse_protocol_name
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.protocol.exits import Exit
 from rollout.part_file import decode_part
 from rollout.trajectory import Group

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from coordinator.collector import unfinished_samples
 from coordinator.directory import parts
-from coordinator.directory.layout import Flag, RunDir
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import RunDir
 from coordinator.keeping import old_checkpoints, policy_choice
 from coordinator.node.flags import Flags, Payload
 from coordinator.protocol.phase import Phase

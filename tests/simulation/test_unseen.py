@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.directory.layout import Beat, parse_protocol_name
+from coordinator.directory.file_names import Beat, parse_protocol_name
 from rollout.storage import files
 from tests.simulation.faults import Injector
 from tests.simulation.world import NodeProcess, World

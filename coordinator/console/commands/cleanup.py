@@ -13,7 +13,8 @@ from typing import Any
 
 from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
 from coordinator.directory import manifests, published
-from coordinator.directory.layout import MASTER, REMOVED, RunDir, parse_staging_name, parse_state_name
+from coordinator.directory.file_names import parse_staging_name, parse_state_name
+from coordinator.directory.layout import MASTER, REMOVED, RunDir
 from coordinator.directory.metrics_file import Finished
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import one_line

@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from coordinator.directory import published
-from coordinator.directory.layout import RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.keeping.trainer_states import saved_in_background
 from coordinator.protocol.placement_records import run_dirs

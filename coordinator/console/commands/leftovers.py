@@ -6,20 +6,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coordinator.directory import published
-from coordinator.directory.layout import (
-    GROUPS,
-    REMOVED,
-    ROLLOUT_TIMES,
+from coordinator.directory.file_names import (
     Beat,
     Flag,
     Record,
-    RunDir,
     parse_claim_name,
     parse_part_name,
     parse_protocol_name,
     parse_staging_name,
     parse_state_name,
 )
+from coordinator.directory.layout import GROUPS, REMOVED, ROLLOUT_TIMES, RunDir
 from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files
 

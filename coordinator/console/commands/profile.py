@@ -9,7 +9,8 @@ from typing import Any
 from coordinator.console.views.crew_status import GOING, crew_dirs
 from coordinator.console.views.run import Run
 from coordinator.directory import published
-from coordinator.directory.layout import ProfileRequest, RunDir
+from coordinator.directory.file_names import ProfileRequest
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.records import Records
 from coordinator.protocol.snapshot import whole_board

@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 
 from coordinator.console.views.heartbeats import heartbeat_values
-from coordinator.directory.layout import GUESTS, MASTER, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.liveness import Silence

@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.directory.layout import Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.heartbeat import read_beat
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -15,7 +15,8 @@ from typing import TextIO
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.run import Run
 from coordinator.directory import published
-from coordinator.directory.layout import Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import RunDir
 from coordinator.journal.control_characters import plain
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.snapshot import whole_board

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
-from coordinator.directory.layout import Kind, RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.machine.run_command import run_command, settings_of
 from coordinator.protocol.exits import OUTCOMES
@@ -110,7 +111,7 @@ class Run:
             >>> [(turn.role, turn.text) for turn in next(run.trajectories(3)).samples[0].turns]
             [('assistant', '<<27+58>>'), ('environment', '=85\\n'), ('assistant', '58')]
         """
-        from coordinator.directory.parts import read_groups  # it takes numpy
+        from coordinator.directory.manifests import read_groups  # it takes numpy
 
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:

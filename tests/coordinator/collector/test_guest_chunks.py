@@ -16,7 +16,8 @@ from coordinator.collector.guest_chunks import (
     rest_of,
 )
 from coordinator.directory.claims import Claims, Shown
-from coordinator.directory.layout import GUESTS, RunDir, parse_claim_name
+from coordinator.directory.file_names import parse_claim_name
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.chunks import Chunk
 from rollout.slots import Meter

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from coordinator.directory.claims import Claims, left_over
-from coordinator.directory.layout import Claim, RunDir, parse_claim_name
+from coordinator.directory.file_names import Claim, parse_claim_name
+from coordinator.directory.layout import RunDir
 from rollout.storage import files
 
 LINKS_OF_GLUSTERFS = 35

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.directory.layout import (
+from coordinator.directory.file_names import (
     Beat,
     Flag,
     PartName,
     Record,
-    RunDir,
     parse_iteration_name,
     parse_part_name,
     parse_protocol_name,
     parse_staging_name,
 )
+from coordinator.directory.layout import RunDir
 
 NUMBER = st.one_of(st.integers(0, 20), st.integers(0, 10**9))
 KIND = st.sampled_from(

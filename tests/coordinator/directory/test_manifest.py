@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory import manifests, parts
-from coordinator.directory.layout import PartName
+from coordinator.directory.file_names import PartName
 from coordinator.directory.manifests import manifest, read_groups
 from coordinator.directory.parts import read_parts
 from coordinator.directory.published import Incomplete

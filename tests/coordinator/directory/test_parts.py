@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.directory import parts
-from coordinator.directory.layout import PartName
+from coordinator.directory.file_names import PartName
 from coordinator.directory.manifests import manifest, read_groups
 from coordinator.directory.parts import finished_groups, read_parts
 from coordinator.directory.published import Incomplete

@@ -11,7 +11,8 @@ import pytest
 from coordinator.console.report.samples import reading
 from coordinator.console.views.run import Run
 from coordinator.directory import published
-from coordinator.directory.layout import FORMAT, RunDir, parse_iteration_name
+from coordinator.directory.file_names import parse_iteration_name
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.keeping import trainer_states
 from coordinator.keeping.old_trajectories import retire_iterations
 from coordinator.machine.store import Store

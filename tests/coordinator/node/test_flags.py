@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.directory.layout import Beat, Flag, Record, RunDir, parse_protocol_name
+from coordinator.directory.file_names import Beat, Flag, Record, parse_protocol_name
+from coordinator.directory.layout import RunDir
 from coordinator.node import flags as flags_module
 from coordinator.node.flags import Flags, read_call, read_flag
 from coordinator.node.identity import Identity

@@ -4,7 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from coordinator.directory.layout import GUESTS, Beat
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import GUESTS
 from coordinator.node.guests_present import Guests
 from tests.coordinator.examples import board, run_dir_at
 

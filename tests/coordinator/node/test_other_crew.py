@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.directory.layout import MASTER, Flag, RunDir
+from coordinator.directory.file_names import Flag
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.other_crew import OtherCrew
 from coordinator.protocol import placement_records

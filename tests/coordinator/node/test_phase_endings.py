@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.directory.layout import Flag
+from coordinator.directory.file_names import Flag
 from coordinator.node.phase_endings import CODES, PhaseEndings, ending
 from coordinator.protocol.exits import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
 from coordinator.protocol.verdict import LOSSES, Event, Verdict

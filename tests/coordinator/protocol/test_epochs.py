@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.directory.layout import Beat, Flag, Record
+from coordinator.directory.file_names import Beat, Flag, Record
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.records import EpochRecord, Records, claim

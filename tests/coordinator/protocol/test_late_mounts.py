@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.directory.layout import Beat
+from coordinator.directory.file_names import Beat
 from coordinator.protocol.late_mounts import LateNames
 from coordinator.protocol.snapshot import Board, parse
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.directory.layout import Beat, Flag, ProfileRequest, Record, parse_protocol_name
+from coordinator.directory.file_names import Beat, Flag, ProfileRequest, Record, parse_protocol_name
 from coordinator.protocol import snapshot
 from coordinator.protocol.snapshot import parse
 from tests.coordinator.examples import board

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from watchdog.events import FileMovedEvent
 
-from coordinator.directory.layout import GUESTS, Beat, Flag, Record, RunDir, parse_protocol_name
+from coordinator.directory.file_names import Beat, Flag, Record, parse_protocol_name
+from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol import heartbeat, watch
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.file_events import Waker

@@ -7,7 +7,8 @@ import pytest
 
 from coordinator.console.commands.cleanup import cleanup
 from coordinator.directory import manifests
-from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
+from coordinator.directory.file_names import Beat, Flag
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.records import Given, claim

@@ -12,7 +12,8 @@ from coordinator.console.commands import cleanup as module
 from coordinator.console.commands.cleanup import cleanup
 from coordinator.console.views.run import Run
 from coordinator.directory import manifests, parts, published
-from coordinator.directory.layout import Record, RunDir, parse_protocol_name
+from coordinator.directory.file_names import Record, parse_protocol_name
+from coordinator.directory.layout import RunDir
 from coordinator.keeping import resume
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs

@@ -7,7 +7,8 @@ import pytest
 
 from coordinator.console.commands import cleanup as module
 from coordinator.console.commands.cleanup import cleanup, moved
-from coordinator.directory.layout import Beat, Record, RunDir
+from coordinator.directory.file_names import Beat, Record
+from coordinator.directory.layout import RunDir
 from coordinator.keeping import resume
 from coordinator.protocol import records
 from coordinator.protocol.phase import Phase

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands.leftovers import Leftover, What, look, plan
-from coordinator.directory.layout import Beat, Flag, Record, RunDir
+from coordinator.directory.file_names import Beat, Flag, Record
+from coordinator.directory.layout import RunDir
 from tests.coordinator.console.commands.interrupted_run import (
     N,
     interrupted_run,

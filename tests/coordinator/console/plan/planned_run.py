@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build

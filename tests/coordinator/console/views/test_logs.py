@@ -11,7 +11,8 @@ import pytest
 
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.logs import LogPrinter, show_logs, tail
-from coordinator.directory.layout import FORMAT, Beat, RunDir
+from coordinator.directory.file_names import Beat
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.examples import run_dir_at, write_json

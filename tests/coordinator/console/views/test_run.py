@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import Run
-from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
+from coordinator.directory.file_names import Beat, Flag
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.manifests import manifest, publish_manifest
 from coordinator.directory.parts import PartWriter
 from coordinator.directory.published import Incomplete

@@ -13,7 +13,8 @@ from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import duration, render, repairs, where
 from coordinator.console.views.terminal_lines import view
-from coordinator.directory.layout import FORMAT, Beat, Flag, Record, RunDir
+from coordinator.directory.file_names import Beat, Flag, Record
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.journal.control_characters import one_line, plain
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phase import Phase

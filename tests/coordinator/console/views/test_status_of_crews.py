@@ -10,7 +10,8 @@ import pytest
 from coordinator.console.views.run import Run
 from coordinator.console.views.status_text import render
 from coordinator.console.views.terminal_lines import view
-from coordinator.directory.layout import FORMAT, Beat, Flag, RunDir
+from coordinator.directory.file_names import Beat, Flag
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement

@@ -39,6 +39,7 @@ def test_number_of_families_is_that_of_the_page() -> None:
 
 
 def test_models_that_read_pictures_are_those_of_the_page() -> None:
-    sentence = (REPOSITORY / "README.md").read_text().partition("Models that read pictures")[2].partition(". ")[0]
+    readme = (REPOSITORY / "README.md").read_text()
+    sentence = readme.partition("Models that read pictures")[2].partition(". ")[0]
     page = (REPOSITORY / "docs/models.md").read_text().partition("## With pictures")[2]
     assert re.findall(r"`(\w+)`", sentence) == re.findall(r"^\| (\w+) \| (?!rows|---)", page, re.MULTILINE)

@@ -61,16 +61,21 @@ def with_pair_weights(
 def mismatched(batch: Batch, steps: Sequence[range]) -> Batch:
     """Return the batch with the answers moved on by one sequence within each step, each behind the prompt of
     the next: what KTO measures the policy's distance from the reference by. None gets longer than the
-    batch's longest sequence.
+    batch's longest sequence, and an answer ends before a picture that it was shown. Experts are chosen anew,
+    as the routes of an answer are those behind its own prompt.
     """
     answers = np.arange(len(batch))
     for step in steps:
         answers[step.start : step.stop] = np.roll(step, 1)
-    offsets, prompts, longest = batch.offsets, batch.prompt_tokens, batch.lengths().max()
+    prompts, longest = batch.prompt_tokens, batch.lengths().max()
+    begins, ends = batch.offsets[:-1] + prompts, batch.offsets[1:].copy()
+    for k, pictures in enumerate(batch.pictures):
+        shown = [picture.begin for picture in pictures if picture.begin >= prompts[k]]
+        ends[k] = batch.offsets[k] + min(shown) if shown else ends[k]
     pieces = [
         [
-            np.arange(offsets[k], offsets[k] + prompts[k]),
-            np.arange(offsets[other] + prompts[other], offsets[other + 1])[: longest - prompts[k]],
+            np.arange(begins[k] - prompts[k], begins[k]),
+            np.arange(begins[other], ends[other])[: longest - prompts[k]],
         ]
         for k, other in enumerate(answers)
     ]
@@ -78,8 +83,12 @@ def mismatched(batch: Batch, steps: Sequence[range]) -> Batch:
     return replace(
         batch,
         **{name: getattr(batch, name)[tokens] for name in ("token_ids", "loss_mask", "logprobs", "ages")},
+        **{name: getattr(batch, name)[:0] for name in ("teacher_logprobs", "token_advantages", "routes")},
         offsets=np.cumsum([0, *(sum(map(len, of_sequence)) for of_sequence in pieces)], dtype=np.int64),
-        teacher_logprobs=batch.teacher_logprobs[:0],
+        pictures=[
+            [picture for picture in pictures if picture.begin < prompts[k]]
+            for k, pictures in enumerate(batch.pictures)
+        ],
     )
 
 

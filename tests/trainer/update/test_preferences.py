@@ -2,6 +2,7 @@
 microbatches.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group, Picture, Sample
 from tests.models import make_model
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
@@ -76,6 +77,29 @@ def margins(learner: Learner, batch: Batch) -> torch.Tensor:
         log_ratio = learner.logprobs(alone)[0] - learner.reference_logprobs(alone)
         total[batch.groups[k]] = total[batch.groups[k]] + BETA * float(batch.advantages[k]) * log_ratio.sum()
     return total
+
+
+def test_answers_behind_another_prompt_have_neither_routes_nor_pictures_of_their_own() -> None:
+    batch = batch_of(settings(algorithm="kto"))
+    tokens, sequences = len(batch.token_ids), len(batch)
+    prompts, lengths = batch.prompt_tokens, batch.lengths()
+    long = int(np.argmax(lengths - prompts))
+    pictures = [[Picture("a", 0, 2)] for _ in range(sequences)]
+    pictures[long].append(Picture("b", int(lengths[long]) - 1, int(lengths[long])))
+    given = replace(
+        batch,
+        teacher_logprobs=np.zeros(tokens, np.float32),
+        token_advantages=np.ones(tokens, np.float32),
+        routes=np.arange(4 * tokens, dtype=np.int16),
+        pictures=pictures,
+    )
+    given._check()
+    moved = mismatched(given, [range(sequences)])
+    moved._check()
+    assert not len(moved.routes)
+    assert all(shown == [Picture("a", 0, 2)] for shown in moved.pictures)
+    behind = (long + 1) % sequences
+    assert moved.lengths()[behind] <= prompts[behind] + lengths[long] - prompts[long] - 1
 
 
 @pytest.mark.parametrize("tokens", [16, 4096], ids=["a sequence a microbatch", "one microbatch"])

@@ -98,7 +98,7 @@ def node(
         from coordinator.console.views.terminal import live_view
         from coordinator.journal import logs
         from coordinator.main import run_node
-        from coordinator.start.start import ready_machine
+        from coordinator.start.log_path import ready_machine
 
     request = replace(request, root=ready_machine(request.root))
 
@@ -147,7 +147,7 @@ def local(
         children.share_imports()
         with importing():  # for half a second: what is shared is imported beside it
             from coordinator.console.commands.local import run_local
-            from coordinator.start.start import ready_machine
+            from coordinator.start.log_path import ready_machine
 
         return run_local(children, replace(request, root=ready_machine(request.root)))
 
@@ -186,7 +186,7 @@ def guest(
     with importing():
         from coordinator.journal import logs
         from coordinator.main import run_guest
-        from coordinator.start.start import ready_machine
+        from coordinator.start.log_path import ready_machine
 
     request = replace(request, root=ready_machine(request.root), guest=name)
     return run_guest(request, logs.set_up(None))

@@ -20,7 +20,8 @@ from coordinator.collector.order import CollectorFailed, Order, error_of
 from coordinator.collector.rest_of_order import Work
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.machine.oddities import explained
 from coordinator.protocol.liveness import Stopwatch
 from rollout.collect import AllGivenUp, Stopped

@@ -27,12 +27,10 @@ removed when it is reaped, and a fork's before; workers' files go with their tra
 them does. So a file could name a stranger only if all pids went round in these moments.
 """
 
-import contextlib
 import itertools
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,17 +41,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from coordinator.machine import reaper
-from coordinator.machine.child_output import Output
+from coordinator.machine.child import FLUSH_S, KILL_S, Child, only_zombies
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.oddities import has_semaphores
 from coordinator.settings.groups import GroupSettings
 from rollout.engines.kinds.kind import OWN_SOCKETS_BYTES, SOCKET_BYTES
 from trainer.job import forks
-from trainer.job.launch import LAUNCHER, READ_AT_IMPORT
+from trainer.job.launch import READ_AT_IMPORT
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +65,6 @@ PROGRAMS = {
 """What `run local` has imported once, by the environment variable that tells its nodes the socket of such a
 `trainer.job.forks`. Collectors have a process of their own, without torch: user code may set variables that
 libraries read as they are imported."""
-KILL_S = 5.0
-"""How long killed processes may take to vanish before we say so and go on."""
-BURY_S = 0.2
-"""The same time where a child has ended by itself and is polled."""
-FLUSH_S = 1.0
-"""How long an ended child's last output may take."""
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Set unless the user says otherwise: nodes on one machine must not spin on its cores while they wait. But
 a few microseconds of it are cheaper than sleeping between the many short parts of a step (measured: 150
@@ -86,104 +76,6 @@ zeros first. From its own heap a step on a CPU takes a tenth less."""
 
 class ChildError(RuntimeError):
     """A child process cannot be started."""
-
-
-class Child:
-    """One child process, its process groups and its output. Made by `Children.start`; for any thread."""
-
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        spool: Path,
-        log: Path | None,
-        echo: Callable[[str], None] | None,
-    ) -> None:
-        self.name = name
-        self.spool = spool
-        self._groups = str(spool / reaper.PGID_DIR)
-        self._lock = threading.Lock()
-        self._buried = False
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", LAUNCHER, self._groups, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-        stdout = self._process.stdout
-        assert stdout is not None
-        self.pid = self._process.pid
-        self._output = Output(name, stdout, log, echo)
-
-    def tail(self, lines: int = 20) -> str:
-        """Return the last lines of its output; complete once `poll` or `wait` has said that it has exited."""
-        return self._output.tail(lines)
-
-    def poll(self) -> int | None:
-        """Its exit code (negative: the signal that ended it), or None while it runs.
-
-        Once it has exited, what is left of its groups is killed.
-        """
-        if self._process.poll() is None:
-            return None
-        self._bury(BURY_S)
-        return self._process.returncode
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for its exit, `timeout_s` at most; then as `poll`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self.poll()
-
-    def terminate(self) -> None:
-        """SIGTERM to its own group."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGTERM)
-
-    def stop(self, grace_s: float) -> bool:
-        """`terminate`, then `kill` as soon as it has exited, after `grace_s` at the latest."""
-        self.terminate()
-        self.wait(grace_s)
-        return self.kill()
-
-    def kill(self) -> bool:
-        """SIGKILL all its groups at once, wait until they are gone, and remove its spool.
-
-        False, with a warning, if something is left after `KILL_S`: it sits in a hung mount and dies with
-        the answer.
-        """
-        self.kill_now()
-        if not self._bury(KILL_S):
-            logger.warning("%s (pid %d) is killed, but not gone after %.0f s", self.name, self.pid, KILL_S)
-            return False
-        shutil.rmtree(self.spool, ignore_errors=True)
-        return True
-
-    def kill_now(self) -> None:
-        """SIGKILL all its groups and wait for nothing."""
-        if self._process.poll() is None:  # it may not have registered yet
-            reaper.kill_group(self.pid)
-        reaper.sweep(self._groups)
-
-    def _bury(self, timeout_s: float) -> bool:
-        """Reap it, kill and forget its groups, take in its last output. False if time was too short."""
-        with self._lock:
-            if self._buried:
-                return True
-            deadline_s, pause_s = time.monotonic() + timeout_s, 0.001
-            while not (reaper.sweep(self._groups, _only_zombies) and self._process.poll() is not None):
-                if time.monotonic() > deadline_s:
-                    return False
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.05)
-            self._output.join(FLUSH_S)
-            self._buried = True
-            return True
 
 
 class Children:
@@ -297,7 +189,7 @@ class Children:
         self._is_ending = True
         deadline_s = time.monotonic() + KILL_S
         directories = reaper.pgid_directories(str(self.spool))
-        while not all([reaper.sweep(directory, _only_zombies) for directory in directories]):
+        while not all([reaper.sweep(directory, only_zombies) for directory in directories]):
             if time.monotonic() > deadline_s:
                 return
             time.sleep(0.05)
@@ -359,16 +251,3 @@ def _new_spool() -> Path:
     longest = SOCKET_BYTES - OWN_SOCKETS_BYTES - len("/flagpost-12345678")
     long = len(os.fsencode(tempfile.gettempdir())) > longest
     return Path(tempfile.mkdtemp(prefix="flagpost-", dir="/tmp" if long else None))
-
-
-def _only_zombies(pgid: int) -> bool:
-    """Return whether no process of a group is alive. Where process 1 reaps nobody, its zombies
-    stay for good.
-    """
-    for pid in psutil.pids():
-        try:
-            if os.getpgid(pid) == pgid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return False
-        except (ProcessLookupError, PermissionError, psutil.Error):
-            continue
-    return True

@@ -10,7 +10,8 @@ from pathlib import Path
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_gpus, least_gpu_bytes
 from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, Running

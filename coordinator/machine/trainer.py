@@ -8,7 +8,8 @@ from typing import Any
 
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.network import free_port, interface_towards
 from coordinator.machine.oddities import explained

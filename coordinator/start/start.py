@@ -3,10 +3,7 @@ that has found its master, and lacks what the run needs, says so in protocol/.
 """
 
 import contextlib
-import itertools
 import logging
-import os
-import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +14,7 @@ from coordinator.directory import published
 from coordinator.directory.file_names import Beat, Flag, parse_protocol_name
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal.tracker_feed import check_sinks
-from coordinator.machine.filesystems import find_mount
-from coordinator.machine.host_lock import link_in_utf8
-from coordinator.machine.oddities import need_loopback, need_temporary
 from coordinator.protocol import placement_records
-from coordinator.protocol.exits import Ended
 from coordinator.protocol.failed_starts import report_failed_start
 from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records
@@ -41,6 +34,7 @@ from coordinator.start.inputs import (
     load_inputs,
 )
 from coordinator.start.last_settings import Change, changes, with_kept
+from coordinator.start.log_path import check_log_path, refuse_kernel
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
 from coordinator.start.refusals_of_tasks import look_at_text
@@ -64,10 +58,6 @@ from rollout.tasks.read_rows import is_there
 log = logging.getLogger(__name__)
 
 SETS = "eval.sets"
-KEEPS_NOTHING = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs", "tracefs", "mqueue"}
-"""Filesystems that show the kernel: no directory can be made there."""
-ASKED = 5
-"""How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
 
 @dataclass
@@ -177,7 +167,7 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> S
     settings of the run's master. `placement`: the one that the crew is of; None: the one that holds now.
     """
     root, machine, crew = request.root, request.rank, request.crew
-    _refuse_kernel(root, root.parent)  # no master will come there
+    refuse_kernel(root, root.parent)  # no master will come there
     placement = placement or placement_records.read_placement(root)
     run_dir = placement_records.run_dir(root, crew, placement)
     if run_dir.machines and machine not in run_dir.machines:
@@ -249,61 +239,6 @@ def refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
             f"--worker {rank} is outside {whose}--num-nodes {num_nodes} "
             f"(workers are 1 to {num_nodes - 1}); leave this node out, or give it more"
         )
-
-
-def check_log_path(root: Path) -> None:
-    """SettingsError unless `root` is, or can become, a directory that we may write.
-
-    Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
-    is a mount that is not there, or a slip of the pen.
-    """
-    existing = next(path for path in (root, *root.parents) if files.exists(path))
-    if not files.is_directory(existing):
-        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
-    if existing == root and "config.json" in files.listing(root) and not has_run(root):
-        raise SettingsError(
-            f"--log-path {root}: is the directory of a model (it has a config.json), and a run would write "
-            "into it; give another directory"
-        )
-    for path in itertools.takewhile(lambda path: path != existing, (root, *root.parents)):
-        if os.path.islink(path):
-            text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"
-            raise SettingsError(f"--log-path {root}: {text}")
-    here = Path.cwd()
-    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
-        raise SettingsError(
-            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
-            f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
-        )
-    _refuse_kernel(root, existing.resolve())
-    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
-        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
-
-
-def _refuse_kernel(root: Path, existing: Path) -> None:
-    """Raise SettingsError if nothing can ever be kept at `existing`, a part of `root`."""
-    if find_mount(existing).kind in KEEPS_NOTHING:
-        raise SettingsError(
-            f"--log-path {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
-        )
-
-
-def ready_machine(root: Path) -> Path:
-    """Give this machine what a node needs and containers leave out. Return a name in UTF-8 for the run
-    directory, which is made: a link to it on this machine, if its own name is none.
-    """
-    need_loopback()
-    need_temporary(root)
-    if is_utf8(root):
-        return root
-    check_log_path(root)
-    files.make_directory(root)
-    try:
-        link = link_in_utf8(root)
-    except Ended as error:
-        raise SettingsError(error.text) from None
-    print(f"run: {root} is not written in UTF-8; this machine calls it {link}", flush=True)
-    return link
 
 
 def begin(

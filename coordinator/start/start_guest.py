@@ -15,9 +15,10 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.inputs import difference, load_inputs
+from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import fixed_of, read_run_json, refuse_changes
-from coordinator.start.start import Start, absolute, begin, check_log_path
+from coordinator.start.start import Start, absolute, begin
 from coordinator.start.wait_for_master import await_master
 from rollout.settings import Mark, marked
 from rollout.storage import files, once

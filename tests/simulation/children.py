@@ -45,7 +45,7 @@ class Machines:
 
 
 class Child:
-    """As children.Child."""
+    """As child.Child."""
 
     def __init__(self, machines: Machines, node: Process, name: str, spool: Path) -> None:
         self.name = name

@@ -45,7 +45,8 @@ from tests.simulation.scheduler import Event, RLock, Thread
 from trainer.job import launch
 
 REAL = {"coordinator.cli", "coordinator.console.commands.local", "coordinator.directory.line_writer"} | {
-    f"coordinator.machine.{name}" for name in ("children", "child_output", "reaper", "network", "signals")
+    f"coordinator.machine.{name}"
+    for name in ("child", "children", "child_output", "reaper", "network", "signals")
 }
 """Modules that no simulated node runs."""
 ON_DISK = {

@@ -21,7 +21,8 @@ from coordinator.console.commands.local import as_overrides
 from coordinator.console.views.terminal import LiveView
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal import logs
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_gpus
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
@@ -31,8 +32,9 @@ from coordinator.protocol.snapshot import ranks_text
 from coordinator.settings import loading
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS, Crew, Crews, Place
+from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
-from coordinator.start.start import check_log_path, check_master, refuse_rank, resume_given
+from coordinator.start.start import check_master, refuse_rank, resume_given
 from coordinator.start.wait_for_master import patience
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from coordinator.console.views.terminal import LiveView
 from coordinator.directory import published
 from coordinator.journal.control_characters import plain
 from coordinator.journal.progress_reminder import progress_reminders
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol import placement_records
@@ -30,9 +31,10 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import refuse_strangers
 from coordinator.start.inputs import load_inputs
+from coordinator.start.log_path import check_log_path
 from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.request import StartRequest
-from coordinator.start.start import check_log_path, resume_given
+from coordinator.start.start import resume_given
 from rollout.environment_variables import cores, omp_threads
 
 LOOK_S = 0.25

@@ -19,7 +19,7 @@ from coordinator.machine.network import LOOPBACK
 from coordinator.machine.signals import is_ignored_hangup
 from coordinator.protocol.exits import Ended, Exit
 from coordinator.settings.tree import SettingsError
-from coordinator.start.start import check_log_path
+from coordinator.start.log_path import check_log_path
 from rollout.storage import files
 
 MIB = 2**20

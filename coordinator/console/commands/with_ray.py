@@ -17,7 +17,8 @@ from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.commands.launch import say, show
 from coordinator.console.commands.ray_cluster import NO_RAY, connect, machines, refuse_deaf
 from coordinator.journal.control_characters import plain
-from coordinator.machine.children import Child, ChildError, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import ChildError, Children
 from coordinator.machine.network import own_names
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError

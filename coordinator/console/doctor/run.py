@@ -24,8 +24,8 @@ from coordinator.machine.signals import is_ignored_hangup
 from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.directory_access import share_with_group
+from coordinator.start.log_path import check_log_path
 from coordinator.start.rank import RANK_VARIABLES, resolve_rank
-from coordinator.start.start import check_log_path
 from rollout.storage import files
 from rollout.storage.retry import retry
 

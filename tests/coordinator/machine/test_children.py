@@ -20,15 +20,8 @@ import pytest
 
 from coordinator.directory.line_writer import BATCH_LINES, QUEUE_LINES
 from coordinator.machine import reaper
-from coordinator.machine.children import (
-    COLLECTORS,
-    FORKS,
-    PROGRAMS,
-    Child,
-    ChildError,
-    Children,
-    as_fork,
-)
+from coordinator.machine.child import Child
+from coordinator.machine.children import COLLECTORS, FORKS, PROGRAMS, ChildError, Children, as_fork
 from coordinator.settings.groups import GroupSettings
 from trainer.job import forks
 
@@ -166,9 +159,10 @@ def test_interrupt_from_the_terminal_does_not_reach_the_children() -> None:
 
 STARTING_NODE = """
 import sys
-import coordinator.machine.children
-children = coordinator.machine.children.Children()
-coordinator.machine.children.LAUNCHER = sys.argv[2] + coordinator.machine.children.LAUNCHER
+from coordinator.machine import child
+from coordinator.machine.children import Children
+children = Children()
+child.LAUNCHER = sys.argv[2] + child.LAUNCHER
 while True:
     children.start("child", ["sleep", "1000." + sys.argv[1]])
     print(children.spool, flush=True)
@@ -186,6 +180,7 @@ def test_child_that_is_starting_when_the_node_is_killed_does_not_survive(slow: s
     assert node.stdout is not None
     spools = {node.stdout.readline().strip() for _ in range(starts)}
     kill_node(node)
+    assert "" not in spools, "the node has ended by itself"
     assert eventually(lambda: not any(map(os.path.exists, spools)))
     assert eventually(lambda: not processes_with(mark))
 

@@ -21,8 +21,9 @@ from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks
 from coordinator.start.inputs import load_inputs
+from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
-from coordinator.start.start import check_log_path, start_master
+from coordinator.start.start import start_master
 from rollout.engines.answers import GENERATE
 from rollout.engines.kinds import by_url
 from rollout.engines.kinds.by_url import ByUrl

@@ -11,7 +11,8 @@ from coordinator.console.commands import crews_here
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.directory.layout import RunDir
 from coordinator.journal.logs import Prefix
-from coordinator.machine.children import Child, Children
+from coordinator.machine.child import Child
+from coordinator.machine.children import Children
 from coordinator.main import run_node
 from coordinator.protocol import placement_records, records
 from coordinator.protocol.exits import Ended, Exit

@@ -1,0 +1,77 @@
+"""The path of a run directory, before anything is written: what cannot become one is refused."""
+
+import itertools
+import os
+import shlex
+from pathlib import Path
+
+from coordinator.machine.filesystems import find_mount
+from coordinator.machine.host_lock import link_in_utf8
+from coordinator.machine.oddities import need_loopback, need_temporary
+from coordinator.protocol.exits import Ended
+from coordinator.settings.tree import SettingsError
+from coordinator.start.run_json import (
+    has_run,
+)
+from rollout.environment_variables import is_utf8
+from rollout.storage import files
+
+KEEPS_NOTHING = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs", "tracefs", "mqueue"}
+"""Filesystems that show the kernel: no directory can be made there."""
+ASKED = 5
+"""How often a filesystem that says no is asked whether this user may write: its errors look the same."""
+
+
+def check_log_path(root: Path) -> None:
+    """SettingsError unless `root` is, or can become, a directory that we may write.
+
+    Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
+    is a mount that is not there, or a slip of the pen.
+    """
+    existing = next(path for path in (root, *root.parents) if files.exists(path))
+    if not files.is_directory(existing):
+        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+    if existing == root and "config.json" in files.listing(root) and not has_run(root):
+        raise SettingsError(
+            f"--log-path {root}: is the directory of a model (it has a config.json), and a run would write "
+            "into it; give another directory"
+        )
+    for path in itertools.takewhile(lambda path: path != existing, (root, *root.parents)):
+        if os.path.islink(path):
+            text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"
+            raise SettingsError(f"--log-path {root}: {text}")
+    here = Path.cwd()
+    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
+        raise SettingsError(
+            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
+            f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
+        )
+    refuse_kernel(root, existing.resolve())
+    if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
+        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+
+
+def refuse_kernel(root: Path, existing: Path) -> None:
+    """Raise SettingsError if nothing can ever be kept at `existing`, a part of `root`."""
+    if find_mount(existing).kind in KEEPS_NOTHING:
+        raise SettingsError(
+            f"--log-path {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
+        )
+
+
+def ready_machine(root: Path) -> Path:
+    """Give this machine what a node needs and containers leave out. Return a name in UTF-8 for the run
+    directory, which is made: a link to it on this machine, if its own name is none.
+    """
+    need_loopback()
+    need_temporary(root)
+    if is_utf8(root):
+        return root
+    check_log_path(root)
+    files.make_directory(root)
+    try:
+        link = link_in_utf8(root)
+    except Ended as error:
+        raise SettingsError(error.text) from None
+    print(f"run: {root} is not written in UTF-8; this machine calls it {link}", flush=True)
+    return link

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.crews import Crew, busy_s, idle_fraction, side_by_side, what_would_balance
+from coordinator.console.report.lanes import Lanes, NodeTitle, lanes
 from coordinator.console.report.sources import Told, newest_record
 from coordinator.console.report.timeline import Timelines
 from coordinator.console.report.values import seconds_of

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.console.report.charts import Lanes, NodeTitle, lanes
 from coordinator.console.report.faults import all_faults, retries
 from coordinator.console.report.figures import (
     held_up,
@@ -17,6 +16,7 @@ from coordinator.console.report.figures import (
     shares_by_metrics,
     time_shares,
 )
+from coordinator.console.report.lanes import Lanes, NodeTitle, lanes
 from coordinator.console.report.sources import read_events
 from coordinator.console.report.timeline import Timelines, spans_of
 from coordinator.directory.layout import RunDir

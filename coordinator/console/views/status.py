@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.console.views.crew_status import GOING, CrewReader, crew_dirs
+from coordinator.console.views.crew_reader import CrewReader
+from coordinator.console.views.crew_status import GOING, crew_dirs
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile

@@ -381,7 +381,7 @@ def test_master_of_another_machine_that_beats_no_more_is_silent_to_who_watches(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("coordinator.console.views.crew_status.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("coordinator.console.views.crew_reader.time.monotonic", lambda: now_s)
     running(run_dir, silent_s={"1": 1.0})
     reader = StatusReader(run_dir.root)
     for counter in range(6, 19):
@@ -400,7 +400,7 @@ def test_reader_that_was_frozen_takes_nobody_for_silent(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("coordinator.console.views.crew_status.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("coordinator.console.views.crew_reader.time.monotonic", lambda: now_s)
     running(run_dir)
     reader = StatusReader(run_dir.root)
     reader.read()

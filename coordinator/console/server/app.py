@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import json
 import logging
-import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +12,7 @@ from aiohttp import web
 
 from coordinator.console.server import jobs, submission
 from coordinator.console.server.access import COOKIE, Access
-from coordinator.console.server.jobs import Conflict, Job, UnknownJob
+from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.readings import (
     Output,
@@ -25,7 +22,9 @@ from coordinator.console.server.readings import (
     metrics_of,
     report_of,
 )
-from coordinator.console.server.runner import EXIT, PROCESS, STOP
+from coordinator.console.server.requests import HEADERS, body_of, number_after, number_of, object_of, refusal
+from coordinator.console.server.starts import Conflict
+from coordinator.console.server.waiting_jobs import begin_next
 from coordinator.machine.run_command import ask_run
 from coordinator.settings.tree import SettingsError
 from rollout.storage.retry import SharedFsError
@@ -34,12 +33,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often the server looks for jobs that wait to be started."""
-BEGIN_S = 10.0
-"""How long a process may take to say that it was started, until the next job is looked at."""
 LOG_POLL_S = 0.5
 CHECKS = 2
 """Submissions that are checked at the same time."""
-SMALL_BODY = 1 << 16
 HERE = Path(__file__).parent
 PAGE = {
     "/": ("page.html", "text/html"),
@@ -50,12 +46,6 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -107,18 +97,18 @@ class Service:
                 self._refuse_stranger(request)
             response = await handler(request)
         except SettingsError as error:
-            response = _refusal(400, str(error))
+            response = refusal(400, str(error))
         except UnknownJob as error:
-            response = _refusal(404, str(error))
+            response = refusal(404, str(error))
         except Conflict as error:
-            response = _refusal(409, str(error))
+            response = refusal(409, str(error))
         except web.HTTPException as error:
-            response = _refusal(error.status, error.text or error.reason)
+            response = refusal(error.status, error.text or error.reason)
         except SharedFsError as error:
-            response = _refusal(503, str(error))
+            response = refusal(503, str(error))
         except Exception:  # a client gets an answer, whatever went wrong here
             log.exception("%s %s", request.method, request.path)
-            response = _refusal(500, "the server has failed; its log says why")
+            response = refusal(500, "the server has failed; its log says why")
         if not response.prepared:
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
@@ -145,7 +135,7 @@ class Service:
 
     async def login(self, request: web.Request) -> web.Response:
         """Give a browser that has the token a cookie, with which it can look but not change anything."""
-        document = submission.parse_object(await _body(request, SMALL_BODY), {"token"})
+        document = await object_of(request, "token")
         if not self.access.is_token(str(document.get("token", ""))):
             raise web.HTTPUnauthorized(text="this is not the token of the server")
         response = web.json_response({})
@@ -161,7 +151,7 @@ class Service:
 
     async def submit(self, request: web.Request) -> web.Response:
         """Make a job, or find that it was made before."""
-        parsed = submission.parse(await _body(request, self.max_body_bytes))
+        parsed = submission.parse(await body_of(request, self.max_body_bytes))
         async with self.checks:
             await asyncio.to_thread(self._check, parsed)
         job = await asyncio.to_thread(jobs.submit, self.root, parsed)
@@ -184,7 +174,7 @@ class Service:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Give the lines of metrics from number `since` on."""
-        job, since = await self._job(request), _number(request, "since", 0)
+        job, since = await self._job(request), number_of(request, "since", 0)
         return web.json_response({"lines": await asyncio.to_thread(metrics_of, job, since)})
 
     async def report(self, request: web.Request) -> web.Response:
@@ -198,8 +188,8 @@ class Service:
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """Give the last lines of what a job prints; `follow`: and what comes until it has ended."""
-        job, lines = await self._job(request), max(1, min(_number(request, "lines", 20), 10_000))
-        rank = _number(request, "rank", 0) if "rank" in request.query else None
+        job, lines = await self._job(request), max(1, min(number_of(request, "lines", 20), 10_000))
+        rank = number_of(request, "rank", 0) if "rank" in request.query else None
         follow = request.query.get("follow", "0") not in {"", "0"}
         output = await asyncio.to_thread(Output, job, rank)
         text = await asyncio.to_thread(output.begin, lines)
@@ -222,7 +212,7 @@ class Service:
 
     async def checkpoint(self, request: web.Request) -> web.Response:
         """List the files of a checkpoint's model."""
-        iteration = _number(request, "iteration", 0) if "iteration" in request.query else None
+        iteration = number_of(request, "iteration", 0) if "iteration" in request.query else None
         return web.json_response(await asyncio.to_thread(checkpoint_of, await self._job(request), iteration))
 
     async def checkpoint_file(self, request: web.Request) -> web.StreamResponse:
@@ -239,7 +229,7 @@ class Service:
     async def stop(self, request: web.Request) -> web.Response:
         """Stop a job."""
         job = await self._job(request)
-        now = submission.parse_object(await _body(request, SMALL_BODY), {"now"}).get("now", False)
+        now = (await object_of(request, "now")).get("now", False)
         await asyncio.to_thread(job.stop, self.launcher, now is True)
         self.readings.forget(job)
         return await self._told(job)
@@ -247,9 +237,8 @@ class Service:
     async def resume(self, request: web.Request) -> web.Response:
         """Ask for another start of a job that has ended."""
         job = await self._job(request)
-        after = submission.parse_object(await _body(request, SMALL_BODY), {"after"}).get("after")
-        if not isinstance(after, int) or isinstance(after, bool):
-            raise SettingsError("after: give the number of the start that has ended, as `start` in the job")
+        advice = "give the number of the start that has ended, as `start` in the job"
+        after = await number_after(request, advice)
         status = await asyncio.to_thread(self.readings.tell, job)
         if status["start"] == after and status["state"] in jobs.GOING:
             raise Conflict(f"{job.name} has not ended: nothing to resume")
@@ -261,9 +250,7 @@ class Service:
     async def guest(self, request: web.Request) -> web.Response:
         """Let this machine help a job that runs (`run guest`)."""
         job = await self._job(request)
-        after = submission.parse_object(await _body(request, SMALL_BODY), {"after"}).get("after")
-        if not isinstance(after, int) or isinstance(after, bool):
-            raise SettingsError("after: give how many `guests` are in the job")
+        after = await number_after(request, "give how many `guests` are in the job")
         state = (await asyncio.to_thread(self.readings.tell, job))["state"]
         if state not in jobs.GOING:
             raise Conflict(f"{job.name} is {state}: a guest helps a job that runs")
@@ -274,9 +261,7 @@ class Service:
     async def cleanup(self, request: web.Request) -> web.Response:
         """Call `run cleanup` on a job; 409 in its words if it refuses."""
         job = await self._job(request)
-        document = submission.parse_object(
-            await _body(request, SMALL_BODY), {"iteration", "dry_run", "keep_partial"}
-        )
+        document = await object_of(request, "iteration", "dry_run", "keep_partial")
         words = [
             "cleanup",
             "--iteration",
@@ -306,7 +291,7 @@ class Service:
         """Start the jobs that wait, and tell those that are stopped; at once after a request."""
         while True:
             try:
-                await asyncio.to_thread(begin_next, self)
+                await asyncio.to_thread(begin_next, self.root, self.launcher, self.readings, self.at_once)
             except Exception:  # of one job; the others must go on
                 log.exception("looking for jobs that wait")
             with contextlib.suppress(TimeoutError):
@@ -322,62 +307,3 @@ def _listed(service: Service) -> "list[dict[str, Any]]":
         except Exception:  # a job whose files are damaged hides no other
             log.exception("job %s", job.name)
     return listed
-
-
-def begin_next(service: Service) -> None:
-    """Start as many of the jobs that wait as may run, in order; tell the stopped ones."""
-    going, waiting = 0, list[Job]()
-    for job in jobs.all_jobs(service.root):
-        start = job.start()
-        if start.has(EXIT):
-            continue
-        if start.has(PROCESS):
-            going += _look_after(service, job)
-        elif not start.has(STOP):
-            waiting.append(job)
-    for job in waiting[: max(0, service.at_once - going)]:
-        job.begin(service.launcher)
-        until_s = time.monotonic() + BEGIN_S
-        while not job.start().has(PROCESS) and time.monotonic() < until_s:
-            time.sleep(0.02)
-        service.readings.forget(job)
-
-
-def _look_after(service: Service, job: Job) -> bool:
-    """Tell a job that was started if it is stopped; return whether it goes on."""
-    try:
-        job.tell_stop(service.launcher)
-    except (Conflict, OSError, subprocess.SubprocessError) as error:
-        log.warning("%s", error)
-    try:
-        return service.readings.tell(job)["state"] in jobs.GOING
-    except Exception:  # a job whose files are damaged holds up no other, unless it may be there
-        log.exception("job %s", job.name)
-        return job.start().is_alive() is not False
-
-
-def _number(request: web.Request, key: str, otherwise: int) -> int:
-    text = request.query.get(key, str(otherwise))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise SettingsError(f"{key}={text[:40]}: give a number from 0")
-    return int(text)
-
-
-async def _body(request: web.Request, most: int) -> bytes:
-    """Return the body of a JSON request; 413 or 415 if it is too large or something else."""
-    if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(text="give Content-Type: application/json")
-    body, size = bytearray(), request.content_length or 0
-    while size <= most and (piece := await request.content.readany()):
-        body += piece
-        size = max(size, len(body))
-    if size > most:
-        raise web.HTTPRequestEntityTooLarge(most, size, text=f"the body has more than {most} bytes")
-    return bytes(body)
-
-
-def _refusal(status: int, text: str) -> web.Response:
-    line = " ".join(text.split())
-    return web.Response(
-        text=json.dumps({"error": line}), status=status, content_type="application/json", headers=HEADERS
-    )

@@ -26,19 +26,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from coordinator.console.server.client import TOKEN_VARIABLE
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS, STOP, TOLD
+from coordinator.console.server.starts import Conflict, Start
 from coordinator.console.server.submission import JOB_NAME, Submission
 from coordinator.directory import published
-from coordinator.machine.network import pid_space
 from coordinator.machine.run_command import run_command
 from coordinator.protocol.exits import OUTCOMES
 from rollout.storage import files, once
@@ -52,80 +49,6 @@ _START = re.compile(r"start_(\d{4,})", re.ASCII)
 
 class UnknownJob(LookupError):
     """There is no job of this name, or not this part of it."""
-
-
-class Conflict(RuntimeError):
-    """The request does not fit to what the job is now."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a job, or of a guest of it."""
-
-    folder: Path
-
-    @property
-    def number(self) -> int:
-        return int(self.folder.name.partition("_")[2])
-
-    def has(self, name: str) -> bool:
-        """Return whether a file of the start is there."""
-        return name in published.names(self.folder)
-
-    def process(self) -> dict[str, Any] | None:
-        """Return what the process that was started has said of itself; None if none was, or if that is
-        damaged.
-        """
-        claim = published.read_json(self.folder / PROCESS)
-        return claim if claim is not None and _is_claim(claim) else None
-
-    def exit_code(self) -> int | None:
-        """Return how it has ended; None while it runs, if nobody was there to see it, and if what they wrote
-        is damaged.
-        """
-        code = (published.read_json(self.folder / EXIT) or {}).get("code")
-        return code if isinstance(code, int) else None
-
-    def is_alive(self) -> bool | None:
-        """Return whether the process is there; None if that cannot be seen from this machine."""
-        claim = self.process()
-        if claim is None:
-            return False
-        if claim["pid_space"] != pid_space():
-            return None
-        return _process(claim) is not None or _process(claim["runner"]) is not None
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process, if it is there; Conflict if it is on another machine."""
-        claim = self.process()
-        if claim is not None and claim["pid_space"] != pid_space():
-            raise Conflict(
-                f"it was started on {claim['host']}: stop it from a server there, or there by hand"
-            )
-        process = _process(claim) if claim else None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process is not None:
-                process.send_signal(number)
-
-
-def _is_claim(document: Mapping[str, Any]) -> bool:
-    """Return whether a document says all that a process says of itself when it is started."""
-    runner: Any = document.get("runner")
-    processes: list[Mapping[str, Any]] = [document, runner if isinstance(runner, dict) else {}]
-    return all(isinstance(document.get(name), str) for name in ("pid_space", "host")) and all(
-        isinstance(entry.get("pid"), int) and isinstance(entry.get("created_s"), int | float)
-        for entry in processes
-    )
-
-
-def _process(claim: Mapping[str, Any]) -> psutil.Process | None:
-    """Return the process of this machine that has said so; None if it has ended (ids are used again)."""
-    try:
-        process = psutil.Process(claim["pid"])
-        is_same = abs(process.create_time() - claim["created_s"]) < 1.0
-        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.Error:
-        return None
 
 
 class Job:

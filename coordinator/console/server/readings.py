@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coordinator.console.server.jobs import Job, Start, UnknownJob
+from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.server.runner import OUTPUT, PROCESS
+from coordinator.console.server.starts import Start
 from coordinator.console.views import status_text
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.heartbeats import is_number

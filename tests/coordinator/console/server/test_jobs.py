@@ -14,12 +14,14 @@ import pytest
 
 from coordinator.console.server import jobs
 from coordinator.console.server.access import Access
-from coordinator.console.server.app import Service, _listed, begin_next
-from coordinator.console.server.jobs import Conflict, Job, Start, UnknownJob, state_of
+from coordinator.console.server.app import Service, _listed
+from coordinator.console.server.jobs import Job, UnknownJob, state_of
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.readings import Readings
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS
+from coordinator.console.server.starts import Conflict, Start
 from coordinator.console.server.submission import Submission
+from coordinator.console.server.waiting_jobs import begin_next
 from coordinator.machine.network import pid_space
 from coordinator.settings.tree import SettingsError
 
@@ -85,7 +87,7 @@ def test_stopped_job_of_another_machine_holds_up_no_other(tmp_path: Path) -> Non
     with pytest.raises(Conflict):
         away.stop(Launcher(), now=False)
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    begin_next(Service(tmp_path, Access("a-token-of-the-tests"), Script()))
+    begin_next(tmp_path, Script(), Readings(), 1)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
     until(job.start().exit_code)
@@ -111,7 +113,7 @@ def test_job_with_a_damaged_file_is_listed_as_lost_and_holds_up_no_other(
     (folder / name).write_text(text)
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
     service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
-    begin_next(service)
+    begin_next(tmp_path, Script(), service.readings, 1)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
     until(job.start().exit_code)
@@ -134,13 +136,13 @@ def test_job_whose_run_cannot_be_read_counts_only_while_it_is_there(
         raise KeyError("state")
 
     monkeypatch.setattr(service.readings, "tell", damaged)
-    begin_next(service)
+    begin_next(tmp_path, Script(), service.readings, 1)
     assert not job.start().has(PROCESS)
     said = until(broken.start().process)
     for number in (said["runner"]["pid"], said["pid"]):
         psutil.Process(number).kill()
     until(lambda: broken.start().is_alive() is False)
-    begin_next(service)
+    begin_next(tmp_path, Script(), service.readings, 1)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
     until(job.start().exit_code)

@@ -105,7 +105,7 @@ def training(on_gpu: bool, shape: str = "", saves: bool = False, **more: Any) ->
 
     from coordinator.start.estimate import PEAKS
     from trainer.memory import Shape, least_bytes
-    from trainer.model.model import build_learner
+    from trainer.model.learner import build_learner
     from trainer.settings import TrainerSettings
     from trainer.update.step import train
 

@@ -67,7 +67,7 @@ def ours(options: argparse.Namespace, output_dir: Path) -> list[tuple[float, flo
     import torch
 
     from trainer.batch.packing import plan_step
-    from trainer.model.model import build_learner
+    from trainer.model.learner import build_learner
     from trainer.settings import TrainerSettings
     from trainer.update.step import train
 

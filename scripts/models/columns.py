@@ -22,7 +22,7 @@ from scripts.tiny_models import make_batch
 from scripts.tiny_seeing_models import IMAGES, has_pictures, make_seeing_batch
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.model.pictures import Pictures
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import StepStats, train

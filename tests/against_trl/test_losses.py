@@ -46,8 +46,8 @@ from rollout.trajectory import Group, Sample
 from tests.models import EOS, make_model
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Microbatch
-from trainer.model.model import ALONE
-from trainer.model.packed_sequences import Arrangement
+from trainer.model.arrangement import Arrangement
+from trainer.model.learner import ALONE
 from trainer.settings import TrainerSettings
 from trainer.statistics import SUMS
 from trainer.update.step import train

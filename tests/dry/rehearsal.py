@@ -25,7 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 from trainer.checkpoint import hub_files  # isort: skip
 from trainer.batch.batch import Batch, Counts  # isort: skip
 from trainer.batch.packing import Packing  # isort: skip
-from trainer.model import context, host_memory, loading, model, packed_sequences, parallel, slices  # isort: skip
+from trainer.model import context, host_memory, loading, parallel, slices  # isort: skip
+from trainer.model.arrangement import Arrangement  # isort: skip
+from trainer.model.learner import Learner, build_learner  # isort: skip
 from trainer.model.attention import Kernel  # isort: skip
 from trainer.model.parallel import local_part  # isort: skip
 from trainer.settings import TrainerSettings  # isort: skip
@@ -74,14 +76,14 @@ def patch() -> None:
     parts.__create_chunk_list__ = apart(parts.__create_chunk_list__)
     host_memory.pin = lambda _held: None
     parallel.Layout.choose = staticmethod(apart(layout_of))
-    found = packed_sequences.Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
+    found = Arrangement(packing=Packing(several=True), kernels={Kernel.VARLEN: ""})
 
-    def arrange(self: model.Learner, share_prompts: bool) -> None:
+    def arrange(self: Learner, share_prompts: bool) -> None:
         self.arrangement = found
         self._is_divided = self.layout.context_parallel > 1
         context.register(self.layout)
 
-    model.Learner.arrange = arrange
+    Learner.arrange = arrange
 
 
 def make_batch(sequences: int) -> Batch:
@@ -105,7 +107,7 @@ def make_batch(sequences: int) -> Batch:
     )
 
 
-def host_places(learner: model.Learner) -> list[int]:
+def host_places(learner: Learner) -> list[int]:
     """Where weights and moments lie in host memory."""
     tensors = [*learner.parameters.values()]
     tensors += [value for state in learner.optimizer.state.values() for value in state.values()]
@@ -116,7 +118,7 @@ SUMMED_ON: set[str] = set()
 """Types of devices on which weights that are written were added up."""
 
 
-def write(learner: model.Learner) -> None:
+def write(learner: Learner) -> None:
     """Write the weights to nowhere."""
     patched: Any = hub_files
     patched.content_sum = lambda value: SUMMED_ON.add(value.device.type) or 0
@@ -135,7 +137,7 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
     count = settings.max_tokens_per_microbatch // LENGTH * ranks * MICROBATCHES
     settings = settings.model_copy(update={"global_batch_size": count})
     with MODE, BYTES:
-        learner = model.build_learner(model_dir, DEVICE, settings)
+        learner = build_learner(model_dir, DEVICE, settings)
         loading, loaded = BYTES.peak, BYTES.now
         if settings.needs_reference:
             learner.load_reference(model_dir, settings)

@@ -30,7 +30,7 @@ from tests.models import CONTEXT
 from trainer.batch.batch import build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.model.pictures import Pictures
 from trainer.settings import TrainerSettings
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from scripts.tiny_models import make_batch, tiny_config
 from trainer.batch.packing import PACKED, Packing, plan_step
 from trainer.model.attention import Kernel
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
 

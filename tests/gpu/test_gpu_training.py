@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import bundle
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.step import StepStats, train
 

@@ -1,12 +1,12 @@
 """Share an optimizer step's sequences out to ranks, and pack them into microbatches. Torch-free.
 
 A bundle is a sequence, or several that share a prompt: the prompt once, then the rest of each sequence, for
-which the attention needs a mask (`model.neighbours`). A microbatch is a rectangle of tokens, rows x columns,
-as wide as its longest bundle. Shorter bundles share a row. `position_ids` restart where a bundle begins,
-which keeps neighbours apart if there is no attention mask (an all-ones mask would let them see each other).
-Padding fills the rest of a row and continues its last sequence; no token sees it, because it comes last. If
-every row holds a single sequence, plain causal attention is enough. A sequence's last trained token, and the
-tokens after it, are left out here: nothing is predicted from them.
+which the attention needs a mask (trainer.model.packed_sequences). A microbatch is a rectangle of tokens,
+rows x columns, as wide as its longest bundle. Shorter bundles share a row. `position_ids` restart where a
+bundle begins, which keeps neighbours apart if there is no attention mask (an all-ones mask would let them see
+each other). Padding fills the rest of a row and continues its last sequence; no token sees it, because it
+comes last. If every row holds a single sequence, plain causal attention is enough. A sequence's last trained
+token, and the tokens after it, are left out here: nothing is predicted from them.
 """
 
 import heapq
@@ -64,7 +64,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a model allows; see trainer.model.packed_sequences."""
+    """What a model allows; see trainer.model.arrangement."""
 
     several: bool = True
     """A row may hold several sequences."""

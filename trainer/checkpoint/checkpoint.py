@@ -48,7 +48,7 @@ from trainer.documents import (
     TrainRequest,
     TrainResult,
 )
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.model.parallel import local_part
 from trainer.progress import SILENT, Progress
 from trainer.resume import saves_in_background

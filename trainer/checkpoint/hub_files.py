@@ -28,7 +28,7 @@ from trainer.checkpoint.rank_files import (
     tensor_file,
     tensor_pieces,
 )
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 
 HOST = torch.device("cpu")
 WHOLE_BYTES = 1 << 26

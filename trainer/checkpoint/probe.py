@@ -8,7 +8,7 @@ import torch
 
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Microbatch
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 
 MAX_TOKENS = 64
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.checkpoint.rank_files import gather_json, rank_and_world
 from trainer.checkpoint.state import CheckpointError
 from trainer.documents import TrainedBatch
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.model.parallel import local_part
 
 TOLERANCE = 0.1

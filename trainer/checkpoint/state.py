@@ -35,7 +35,7 @@ from rollout.storage.retry import retry
 from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.model.muon import ADAMW_STATE, MUON_STATE
 from trainer.model.parallel import local_part
 from trainer.model.vision import vision_parameters

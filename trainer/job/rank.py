@@ -26,8 +26,8 @@ from trainer.documents import TrainedBatch, TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
 from trainer.job.profile import Profiled
+from trainer.model.learner import Learner, learning_rate
 from trainer.model.lora import LoraError
-from trainer.model.model import Learner, learning_rate
 from trainer.model.parallel import LayoutError
 from trainer.model.pictures import Pictures
 from trainer.peers import waiting_for_peers

@@ -2,8 +2,8 @@
 
 For a row of several sequences transformers' own attention takes a dense mask, (rows, 1, columns, columns).
 That keeps it off the fast kernels, and the pairs of tokens that the mask hides are computed. The attention
-here is registered with transformers under names of its own, so the code of no family is changed. `neighbours`
-tries it, and a model that needs what a kernel lacks keeps its own.
+here is registered with transformers under names of its own, so the code of no family is changed.
+arrangement.py tries it, and a model that needs what a kernel lacks keeps its own.
 """
 
 from collections.abc import Callable, Collection

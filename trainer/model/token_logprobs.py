@@ -104,9 +104,9 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
-        `inputs` is what the decoder takes of R rows of C tokens, see `neighbours.decoder_inputs`; `scored_at`
-        (N,) indexes the flattened R x C positions. Each token's logits are divided by its own of
-        `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
+        `inputs` is what the decoder takes of R rows of C tokens, see packed_sequences.decoder_inputs;
+        `scored_at` (N,) indexes the flattened R x C positions. Each token's logits are divided by its own
+        of `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
         `pictures`: those in the rows.
         """
         hidden = self._hidden(inputs, pictures or Placed(()))

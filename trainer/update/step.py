@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.batch.batch import Batch, check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.batch.selection import PAIR
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings

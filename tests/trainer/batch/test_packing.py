@@ -23,7 +23,7 @@ from trainer.batch.packing import (
     split_ranks,
     split_steps,
 )
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)

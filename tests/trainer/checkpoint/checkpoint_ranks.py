@@ -23,7 +23,7 @@ from trainer.checkpoint.probe import probe_tokens
 from trainer.checkpoint.retrain import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.resume import plan_resume
 from trainer.update.step import train
 

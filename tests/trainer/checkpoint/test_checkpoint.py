@@ -26,7 +26,7 @@ from trainer.checkpoint import checkpoint, hub_files, outputs, state
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver, read_document
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.progress import NOT_SAVED
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train

@@ -15,7 +15,7 @@ from trainer.checkpoint import checkpoint, state
 from trainer.checkpoint.probe import probe_tokens
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import SavedState, TrainRequest, TrainResult
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 
 CPU = torch.device("cpu")
 FAILING = {"error_rate": 0.03, "lie_rate": 0.03}

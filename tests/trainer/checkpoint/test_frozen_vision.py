@@ -24,7 +24,7 @@ from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainRequest, TrainResult
 from trainer.model import tiny_seeing
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 

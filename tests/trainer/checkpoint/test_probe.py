@@ -17,7 +17,7 @@ from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import MAX_TOKENS, probe_logprobs, probe_tokens
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainRequest, TrainResult
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.update.step import train
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, group_members, resu
 from trainer.batch.batch import Batch
 from trainer.documents import DamagedDocument, TrainRequest
 from trainer.job import launch
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 

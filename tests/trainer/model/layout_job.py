@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.batch.batch import Batch
 from trainer.model import attention
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.model.parallel import LayoutError
 from trainer.model.pictures import Pictures
 from trainer.settings import TrainerSettings

@@ -27,7 +27,7 @@ from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model import attention, packed_sequences
 from trainer.model.attention import Kernel
-from trainer.model.model import Learner
+from trainer.model.learner import Learner
 from trainer.model.packed_sequences import Apart
 from trainer.model.parallel import decoder_layers
 from trainer.model.rounding import Rounding

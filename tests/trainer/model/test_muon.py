@@ -12,7 +12,7 @@ from trainer.batch.batch import Batch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import TrainRequest
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.model.muon import MuonAndAdamW, orthogonal
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train

@@ -25,11 +25,11 @@ from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.job import launch
-from trainer.model import model as model_module
-from trainer.model import packed_sequences
+from trainer.model import packed_sequences, policy
+from trainer.model.arrangement import Arrangement, find_arrangement
 from trainer.model.attention import Kernel
-from trainer.model.model import Learner
-from trainer.model.packed_sequences import Apart, Arrangement
+from trainer.model.learner import Learner
+from trainer.model.packed_sequences import Apart
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def test_kernels_of_a_gpu_are_tried_only_if_used_and_prompts_shared_only_by_a_fa
         by_flex.extend([microbatch.segments is not None] * (kernel is Kernel.FLEX))
         return learner._run(learner.scorer, microbatch, apart, Kernel.OWN)[0]
 
-    arrangement = packed_sequences.arrange(
+    arrangement = find_arrangement(
         learner.scorer.config,
         score,
         bool,
@@ -277,7 +277,7 @@ DEEP: dict[str, dict[str, Any]] = {
 def of_whole(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> Arrangement:
     """What trying the whole model tells."""
     with monkeypatch.context() as patched:
-        patched.setattr(model_module, "short_model", lambda *_: None)
+        patched.setattr(policy, "short_model", lambda *_: None)
         learner.arrange(share_prompts=True)
     return learner.arrangement
 
@@ -315,7 +315,7 @@ def test_first_layers_that_tell_nothing_are_not_believed(monkeypatch: pytest.Mon
             layer.self_attn.o_proj.weight.data.zero_()
         return short
 
-    monkeypatch.setattr(model_module, "short_model", deaf)
+    monkeypatch.setattr(policy, "short_model", deaf)
     learner.arrange(share_prompts=True)
     assert calls and found(learner) == ("positions", True)
 
@@ -328,7 +328,7 @@ def test_first_layers_that_cannot_be_scored_are_not_believed(monkeypatch: pytest
         short.model.norm = None
         return short
 
-    monkeypatch.setattr(model_module, "short_model", broken)
+    monkeypatch.setattr(policy, "short_model", broken)
     learner.arrange(share_prompts=True)
     assert calls and found(learner) == ("positions", True)
 

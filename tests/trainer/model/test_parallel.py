@@ -23,7 +23,7 @@ from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.models import make_model
 from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch
-from trainer.model.model import Learner, build_learner, fingerprint
+from trainer.model.learner import Learner, build_learner, fingerprint
 from trainer.model.parallel import Layout, LayoutError, _tensor_plan, planned_module, shard
 from trainer.model.slices import blank_model
 from trainer.model.token_logprobs import Scorer

@@ -30,7 +30,7 @@ from tests.paths import REPOSITORY
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.model.pictures import PictureFault, Pictures
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train

@@ -43,7 +43,7 @@ from tests.rollout.scripted import Agent
 from tests.trainer.model.test_pictures import SETTINGS, Seen, batch_of, learner_of, microbatches, mismatch
 from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.model.pictures import PictureFault, Pictures
 
 PLACEHOLDER, PICTURE_TOKENS = 99, 17

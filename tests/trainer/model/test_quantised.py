@@ -16,8 +16,8 @@ from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainRequest
 from trainer.memory import NF4_BYTES
 from trainer.model import lora, quantised, tiny_seeing
+from trainer.model.learner import Learner, build_learner
 from trainer.model.lora import LoraError
-from trainer.model.model import Learner, build_learner
 from trainer.model.quantised import Quantised
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import StepStats, train

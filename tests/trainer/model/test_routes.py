@@ -29,7 +29,7 @@ from tests.rollout.test_part_file import HEADER
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import plan_step
 from trainer.model import parallel
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.model.parallel import LayoutError
 from trainer.model.token_logprobs import Scorer
 from trainer.settings import TrainerSettings

@@ -28,7 +28,7 @@ from rollout.trajectory import Group, Sample, unfit
 from trainer.batch.batch import build_batch
 from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
-from trainer.model.model import build_learner
+from trainer.model.learner import build_learner
 from trainer.model.pictures import Pictures
 from trainer.settings import TrainerSettings
 

@@ -13,7 +13,7 @@ from tests.trainer.conftest import make_group
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model import tiny
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.step import StepStats, train
 

@@ -15,7 +15,7 @@ from rollout.trajectory import Group
 from tests.models import make_model
 from trainer.batch.batch import Batch, Older, build_batch
 from trainer.batch.packing import Bundle, Microbatch, fill
-from trainer.model.model import ALONE, Learner, build_learner
+from trainer.model.learner import ALONE, Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, kl_estimate, policy_loss

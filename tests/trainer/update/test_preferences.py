@@ -14,7 +14,7 @@ from rollout.trajectory import Group, Picture, Sample
 from tests.models import make_model
 from trainer.batch.batch import Batch, build_batch
 from trainer.batch.packing import Bundle, fill
-from trainer.model.model import Learner, build_learner
+from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.preferences import mismatched
 from trainer.update.step import StepStats, train

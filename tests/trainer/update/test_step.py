@@ -13,7 +13,7 @@ from rollout.trajectory import Group
 from trainer.batch.batch import Batch, Older, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
-from trainer.model.model import Learner, build_learner, learning_rate
+from trainer.model.learner import Learner, build_learner, learning_rate
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE

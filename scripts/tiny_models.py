@@ -12,7 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.trajectory import Group, Sample
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

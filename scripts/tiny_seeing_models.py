@@ -20,7 +20,8 @@ from rollout.engines.embedded.picture_input import PictureReader
 from rollout.pictures import digest_of
 from rollout.trajectory import Group, Picture, Sample
 from scripts.tiny_models import SPREAD
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
 SIDE, PATCH, WIDTH = 16, 4, 32

@@ -21,7 +21,8 @@ from rollout.rewards.builtin import weights_by_title
 from rollout.settings import Mark, marked
 from rollout.storage import files, once
 from rollout.tasks.task_set import TaskSet, group_seed
-from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
+from trainer.batch.batch import Batch, DamagedBatch
+from trainer.batch.building import Older, build_batch
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,8 @@ from trl.experimental.sdpo.loss_utils import (  # type: ignore[import-not-found]
 
 from rollout.trajectory import Group, Sample
 from tests.models import EOS, make_model
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Microbatch
 from trainer.model.arrangement import Arrangement
 from trainer.model.learner import ALONE
@@ -257,7 +258,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
 
     def run(order: list[int], steps: int, deviation: float = 1e-4, **given: Any) -> Found:
         monkeypatch.setattr("trainer.batch.advantages._EPSILON", deviation)
-        monkeypatch.setattr("trainer.batch.batch.shuffled", lambda items, _seed: [items[k] for k in order])
+        monkeypatch.setattr("trainer.batch.building.shuffled", lambda items, _seed: [items[k] for k in order])
         settings = TrainerSettings(
             **{"keep_flat_groups": True, "engine_correction": "off", **given},
             global_batch_size=ROWS // steps,

@@ -27,7 +27,7 @@ from rollout.tasks.pictures import Pictures as TaskPictures
 from rollout.trajectory import Group, Picture, Sample
 from tests.engines.engines import KINDS, Engine, serving
 from tests.models import CONTEXT
-from trainer.batch.batch import build_batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import build_learner

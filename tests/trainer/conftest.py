@@ -14,7 +14,8 @@ from rollout.storage.files import checksums
 from rollout.trajectory import Group, Sample
 from tests.ports import unused_port
 from tests.trainer.training_jobs import Node
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.documents import TrainRequest
 from trainer.model import tiny
 from trainer.settings import TrainerSettings

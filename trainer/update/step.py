@@ -13,7 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.batch.batch import Batch, check_engine_logprobs
+from trainer.batch.batch import Batch
+from trainer.batch.building import check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.batch.selection import PAIR
 from trainer.model.learner import Learner

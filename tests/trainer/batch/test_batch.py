@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.trajectory import Group, Span, Turn
-from trainer.batch.batch import _DTYPES, Batch, DamagedBatch, Older, build_batch
+from trainer.batch.batch import _DTYPES, Batch, DamagedBatch
+from trainer.batch.building import Older, build_batch
 from trainer.batch.packing import plan_step
 from trainer.settings import TrainerSettings
 
@@ -73,7 +74,7 @@ def test_same_groups_in_any_order_make_the_same_bytes(groups: list[Group]) -> No
 
 def test_bytes_do_not_depend_on_the_process() -> None:
     code = (
-        "import hashlib; from trainer.batch.batch import build_batch;"
+        "import hashlib; from trainer.batch.building import build_batch;"
         f"print(hashlib.sha256(build_batch([], **{ABOUT}).encode()).hexdigest())"
     )
     seen = {

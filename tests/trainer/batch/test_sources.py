@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, DamagedBatch, Older, build_batch
+from trainer.batch.batch import Batch, DamagedBatch
+from trainer.batch.building import Older, build_batch
 from trainer.settings import TrainerSettings
 from trainer.update.loss import Totals, policy_loss
 

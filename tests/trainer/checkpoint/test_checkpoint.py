@@ -21,7 +21,8 @@ from rollout.storage.files import checksums
 from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
 from trainer import progress
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.checkpoint import checkpoint, hub_files, outputs, state
 from trainer.checkpoint.checkpoint import CheckpointError
 from trainer.checkpoint.state import StateSaver, read_document

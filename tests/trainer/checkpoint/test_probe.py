@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import policy_digest
 from rollout.storage.files import checksums
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import MAX_TOKENS, probe_logprobs, probe_tokens
 from trainer.checkpoint.state import StateSaver

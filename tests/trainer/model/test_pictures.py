@@ -27,7 +27,8 @@ from rollout.tasks.pictures import Pictures as TaskPictures
 from rollout.tasks.shape_pictures import shape_tasks
 from rollout.trajectory import Group, Picture, Sample, unfit
 from tests.paths import REPOSITORY
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import Learner, build_learner

@@ -26,7 +26,8 @@ from rollout.origin import Sampling
 from rollout.part_file import decode_part, encode_part
 from rollout.trajectory import Group, Sample
 from tests.rollout.test_part_file import HEADER
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import plan_step
 from trainer.model import parallel
 from trainer.model.learner import build_learner

@@ -25,7 +25,7 @@ from rollout.origin import Sampling
 from rollout.pictures import pictures_in
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 from rollout.trajectory import Group, Sample, unfit
-from trainer.batch.batch import build_batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import build_learner

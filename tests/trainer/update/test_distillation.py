@@ -10,7 +10,8 @@ import torch
 
 from rollout.trajectory import Group
 from tests.trainer.conftest import make_group
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model import tiny
 from trainer.model.learner import Learner, build_learner

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rollout.trajectory import Group
 from tests.models import make_model
-from trainer.batch.batch import Batch, Older, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import Older, build_batch
 from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model.learner import ALONE, Learner, build_learner
 from trainer.settings import TrainerSettings

@@ -12,7 +12,8 @@ import torch
 
 from rollout.trajectory import Group, Picture, Sample
 from tests.models import make_model
-from trainer.batch.batch import Batch, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rollout.trajectory import Group
-from trainer.batch.batch import Batch, Older, build_batch
+from trainer.batch.batch import Batch
+from trainer.batch.building import Older, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
 from trainer.model.learner import Learner, build_learner, learning_rate

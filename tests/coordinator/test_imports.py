@@ -16,7 +16,7 @@ FLOORS = (
     {"coordinator.main", "coordinator.console.commands"},
     {"coordinator.console.plan", "coordinator.console.server"},
     {"coordinator.console.doctor", "coordinator.console.report"},
-    {"coordinator.console.views", "coordinator.phases"},
+    {"coordinator.console.views"},
     {"coordinator.phases"},
     {"coordinator.keeping"},
     {"coordinator.node"},

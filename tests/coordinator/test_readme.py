@@ -14,6 +14,7 @@ from coordinator.phases.table import run_iteration
 from coordinator.protocol.phase import By, Phase, phases_of
 from rollout.rewards.builtin import resolve_reward
 from rollout.tasks.task_set import load_tasks
+from tests.coordinator.test_imports import FLOORS
 from tests.user_code import forget
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,6 +104,21 @@ def floors(package: str) -> dict[str, int]:
 def test_rooms_of_the_pages_are_the_folders_of_the_packages(package: str) -> None:
     folders = {path.parent.name for path in (REPOSITORY / package).glob("*/__init__.py")}
     assert set(rooms_in_readme(package)) == set(floors(package)) == folders
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_floors_of_the_page_are_those_that_hold(package: str) -> None:
+    """A room that has floors of its own, as `console` has, stands on the page where the lowest of them is."""
+    rows = {room: row for row, rooms in enumerate(FLOORS) for room in rooms}
+    assert len(rows) == sum(map(len, FLOORS)), "a room is on two floors"
+    page = floors(package)
+    row_of = {
+        room: rows.get(name := f"{package}.{room}")
+        or max(row for inner, row in rows.items() if inner.startswith(f"{name}."))
+        for room in page
+    }
+    from_below = sorted(set(row_of.values()), reverse=True)
+    assert page == {room: 1 + from_below.index(row) for room, row in row_of.items()}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

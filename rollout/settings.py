@@ -115,8 +115,7 @@ class RolloutSettings(Settings):
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """A system message before the `messages` of each task that has none."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Training tasks with more tokens, by the model's own chat template, are left out and counted; null:
-    none."""
+    """Tasks with more tokens, by the model's own chat template, are left out and counted; null: none."""
     reasoning_end: Annotated[str, Field(min_length=1)] | None = None
     """What ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and the
     reasoning as the field `reasoning` of the task. null: the reward gets the whole text."""

@@ -10,9 +10,15 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
 from coordinator.start.odd_settings import odd_settings
-from coordinator.start.refusals_of_tasks import look_at_text, refuse_unrendered
+from coordinator.start.refusals_of_tasks import (
+    look_at_text,
+    refuse_no_evaluation,
+    refuse_unrendered,
+    without_longer,
+)
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
+from rollout.engines.model_dir import WeightsError
 from rollout.settings import TINY
 from rollout.storage.files import is_directory
 from rollout.tasks.file_kinds import HUB
@@ -36,12 +42,17 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | No
         named = load_named(settings, overrides)
     except TaskError as error:
         raise SettingsError(str(error)) from None
+    refuse_no_evaluation(settings, overrides, bool(named.eval_tasks or named.eval_sets))
     refuse_training_tasks(named.tasks, named.eval_tasks if settings.eval_tasks else None, named.eval_sets)
     for text in odd_settings(settings, overrides):
         log.warning("%s", text)
     if settings.model != TINY:
         model, tasks = base_model_dir(settings, RunDir(Path())), named[1:]
-        refuse_incomplete(settings, model)
+        try:
+            refuse_incomplete(settings, model)
+            tasks = without_longer(settings, model, *tasks)
+        except WeightsError as error:
+            raise SettingsError(f"--model {settings.model}: {error}") from None
         refuse_unrendered(settings, model, *tasks)
         if settings.rl_phase != "update":
             code = [text for _file, text in named.functions.sources.values()]

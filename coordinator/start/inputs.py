@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.interpreter import lacks_flagpost
@@ -101,7 +102,12 @@ class Inputs:
         mine = now.codes()
         names = {name for name in (*mine, *theirs) if name.startswith("eval")}
         if any(mine.get(name) != theirs.get(name) for name in names):
-            now = replace(now, eval_tasks=load_eval_tasks(settings), eval_sets=load_eval_sets(settings))
+            eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
+            if rollout.max_prompt_tokens is not None:
+                _, eval_tasks, eval_sets = refusals_of_tasks.without_longer(
+                    settings, base_model_dir(settings, RunDir(Path())), self.tasks, eval_tasks, eval_sets
+                )
+            now = replace(now, eval_tasks=eval_tasks, eval_sets=eval_sets)
         return now
 
     def localize(self, published: RunSettings) -> RunSettings:
@@ -186,7 +192,9 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
                     "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
                 )
             refusals_of_tasks.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
-            tasks = refusals_of_tasks.without_longer(settings, model, tasks)
+            tasks, eval_tasks, eval_sets = refusals_of_tasks.without_longer(
+                settings, model, tasks, eval_tasks, eval_sets
+            )
             context = any_kind(settings.engine).context(model)
             has_end = refusals_of_models.has_end(settings, read_special_tokens(model))
             base_files = known_files.checksums(model, model_files(model))
@@ -232,7 +240,6 @@ def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> Named:
     if settings.rollout.environment == "labelled":
         check_labels(tasks)
     eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
-    refusals_of_tasks.refuse_no_evaluation(settings, overrides, bool(eval_tasks or eval_sets))
     refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
     refusals_of_tasks.refuse_unhinted(settings, tasks)
     refusals_of_tasks.refuse_unknown_sources(settings, tasks)
@@ -246,6 +253,7 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
         if is_directory(candidate):
+            refuse_run("--model", candidate)
             return candidate
     if is_path(settings.model):
         raise SettingsError(f"--model {settings.model}: {_why_none(Path(settings.model))}")
@@ -257,6 +265,17 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
         ) from None
+
+
+def refuse_run(option: str, directory: Path) -> None:
+    """Raise SettingsError if a directory that should be a model's is that of a run, or of its checkpoints."""
+    for run_dir in (RunDir(directory), RunDir(directory.absolute().parent)):
+        checkpoints = published.checkpoints(run_dir)
+        if directory.absolute() in (run_dir.root, run_dir.checkpoints) and files.exists(run_dir.run_json):
+            advice = "it has no checkpoint yet"
+            if checkpoints:
+                advice = f"give its newest checkpoint, {run_dir.checkpoint(checkpoints[-1])}"
+            raise SettingsError(f"{option} {directory}: is of a run, and no model; {advice}")
 
 
 def _why_none(path: Path) -> str:

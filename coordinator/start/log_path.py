@@ -22,7 +22,7 @@ ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
 
-def check_log_path(root: Path) -> None:
+def check_log_path(root: Path, option: str = "--log-path") -> None:
     """SettingsError unless `root` is, or can become, a directory that we may write.
 
     Only below the current directory more than the last part of it may be missing (runs/default): elsewhere it
@@ -30,32 +30,32 @@ def check_log_path(root: Path) -> None:
     """
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if not files.is_directory(existing):
-        raise SettingsError(f"--log-path {root}: {existing} is a file; give a directory")
+        raise SettingsError(f"{option} {root}: {existing} is a file; give a directory")
     if existing == root and "config.json" in files.listing(root) and not has_run(root):
         raise SettingsError(
-            f"--log-path {root}: is the directory of a model (it has a config.json), and a run would write "
+            f"{option} {root}: is the directory of a model (it has a config.json), and a run would write "
             "into it; give another directory"
         )
     for path in itertools.takewhile(lambda path: path != existing, (root, *root.parents)):
         if os.path.islink(path):
             text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"
-            raise SettingsError(f"--log-path {root}: {text}")
+            raise SettingsError(f"{option} {root}: {text}")
     here = Path.cwd()
     if existing not in (root, root.parent) and here not in (existing, *existing.parents):
         raise SettingsError(
-            f"--log-path {root}: there is no directory {root.parent}; is it mounted here? If the path is "
+            f"{option} {root}: there is no directory {root.parent}; is it mounted here? If the path is "
             f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"
         )
-    refuse_kernel(root, existing.resolve())
+    refuse_kernel(root, existing.resolve(), option)
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
-        raise SettingsError(f"--log-path {root}: {existing} is not writable for this user")
+        raise SettingsError(f"{option} {root}: {existing} is not writable for this user")
 
 
-def refuse_kernel(root: Path, existing: Path) -> None:
+def refuse_kernel(root: Path, existing: Path, option: str = "--log-path") -> None:
     """Raise SettingsError if nothing can ever be kept at `existing`, a part of `root`."""
     if find_mount(existing).kind in KEEPS_NOTHING:
         raise SettingsError(
-            f"--log-path {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
+            f"{option} {root}: {existing} shows the kernel, and keeps no files; give a directory of a disk"
         )
 
 

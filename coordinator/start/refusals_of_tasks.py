@@ -6,6 +6,7 @@ What may work passes: an environment of the user's may score and render by itsel
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,25 +220,46 @@ def _sampling(settings: RunSettings) -> Sampling:
     )
 
 
-def without_longer(settings: RunSettings, model_dir: Path, tasks: TaskSet) -> TaskSet:
-    """Return the training tasks without those whose prompts are longer than `rollout.max_prompt_tokens`, and
-    say so. SettingsError if none is left.
+def without_longer(
+    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
+) -> tuple[TaskSet, TaskSet | None, EvalSets]:
+    """Return all tasks without those whose prompts are longer than `rollout.max_prompt_tokens`, and say so.
+    SettingsError if none of a set is left.
     """
-    longest, environment = settings.rollout.max_prompt_tokens, settings.rollout.environment
-    if longest is None:
-        return tasks
+    rollout = settings.rollout
+    if rollout.max_prompt_tokens is None:
+        return tasks, eval_tasks, sets
+    trained = Played(tasks, rollout.environment, rollout.reward)
+    evaluated = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks is not tasks]
     try:
-        tokenizer = LocalTokenizer(model_dir)
-        lengths = longer_prompts(tasks, environment, model_dir, _sampling(settings), tokenizer, longest)
+        shorter = {
+            id(played.tasks): _without_longer(settings, model_dir, played, rollout.max_prompt_tokens)
+            for played in (trained, *evaluated)
+        }
     except EngineError as error:
         raise SettingsError(f"--model {settings.model}: {error}") from None
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
     finally:
         close_tokenizer()
+    check_sampling(shorter[id(tasks)], rollout)
+    sets = {name: replace(each, tasks=shorter.get(id(each.tasks), each.tasks)) for name, each in sets.items()}
+    return shorter[id(tasks)], eval_tasks and shorter.get(id(eval_tasks), eval_tasks), sets
+
+
+def _without_longer(settings: RunSettings, model_dir: Path, played: Played, longest: int) -> TaskSet:
+    tasks, sampling = played.tasks, _sampling(settings)
+    tokenizer = LocalTokenizer(model_dir)
+    lengths = longer_prompts(tasks, played.environment, model_dir, sampling, tokenizer, longest)
     if not lengths:
         return tasks
     if len(lengths) == len(tasks.tasks):
+        if not played.columns_section and settings.rollout_split == "eval-only":
+            return tasks  # nothing is made of them
+        option = f"{played.section}.tasks=" if played.section else "--tasks "
+        option = "--eval-tasks " if played.columns_section == "eval" else option
         raise SettingsError(
-            f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of --tasks {settings.tasks} "
+            f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of {option}{tasks.source} "
             f"are longer, the shortest has {min(lengths.values())} tokens; give more"
         )
     first, count = next(iter(lengths.items()))
@@ -246,9 +268,7 @@ def without_longer(settings: RunSettings, model_dir: Path, tasks: TaskSet) -> Ta
         "(%d tokens)",
         *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
     )
-    tasks = tasks.without(lengths)
-    check_sampling(tasks, settings.rollout)
-    return tasks
+    return tasks.without(lengths)
 
 
 def look_at_text(

@@ -37,7 +37,7 @@ from coordinator.start.last_settings import Change, changes, with_kept
 from coordinator.start.log_path import check_log_path, refuse_kernel
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
-from coordinator.start.refusals_of_tasks import look_at_text
+from coordinator.start.refusals_of_tasks import look_at_text, refuse_no_evaluation
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import (
     fixed_of,
@@ -128,6 +128,9 @@ def check_master(request: StartRequest) -> Checked:
     settings = loading.build(overrides)
     run_dir = RunDir(root)
     inputs = load_inputs(settings, overrides, MASTER)
+    if has_run(root):
+        refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
+    refuse_no_evaluation(settings, overrides, bool(inputs.eval_tasks or inputs.eval_sets))
     settings = fit_max_tokens(settings, overrides, inputs.context)
     if settings.model != TINY:
         model = base_model_dir(settings, run_dir)
@@ -143,8 +146,6 @@ def check_master(request: StartRequest) -> Checked:
         log.warning("%s", text)
     if settings.rl_phase != "update":
         warn_of_reward_servers(settings)
-    if has_run(root):
-        refuse_changes(read_run_json(run_dir), fixed_of(settings, inputs))
     return Checked(overrides, settings, inputs, changes(last, settings))
 
 

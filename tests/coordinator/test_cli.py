@@ -66,6 +66,8 @@ def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "small", {"max_position_embeddings": 64}, tokenizer={})
     (tmp_path / "bad.toml").write_text("[trainer\n")
     (tmp_path / "a file").touch()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path
@@ -299,6 +301,7 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--tasks", "nosuch.jsonl"], "nosuch.jsonl: no such file"),
         (["--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
         (["--model", "./nosuch"], "--model ./nosuch: no such directory"),
+        (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
     ):
         ended = run(*words, "--dry-run")
         assert ended.returncode == 2 and reason in ended.stderr and json.loads(ended.stdout), ended
@@ -455,6 +458,12 @@ BAD = [
         "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a",
     ),
     ("--model builtin:tinny", "--model builtin:tinny: the built-in model is builtin:tiny"),
+    ("--model old", "old: is of a run, and no model; it has no checkpoint yet"),
+    ("eval --checkpoint old --eval-tasks good.jsonl", "is of a run, and no model; it has no check"),
+    ("serve --root good.jsonl", "--root /"),
+    ("stop --log-path runs/exp1", "for the jobs of a server (run serve); Ctrl+C ends a run, where its"),
+    ("resume runs/exp1", "give the name of a job; the command that started a run, typed again, resumes it"),
+    ("rescore --iteration 1 --reward exact --to x --dry-run", "--to x beside --dry-run: a dry run makes"),
     ("--model ./good.jsonl", "good.jsonl: is a file; give the directory of a model, with its"),
     ("--environment calculater", "did you mean calculator? There is single_turn, "),
     ("--log-path /proc/x", "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a"),
@@ -553,6 +562,7 @@ FIXED = {
             "--model is builtin:tiny, tiny.warmup_steps=1, but this run was started with",
         ),
         ("--tasks good.jsonl", "good.jsonl, but this run was started with builtin:arithmetic"),
+        ("--tasks good.jsonl --eval-interval 2", "good.jsonl, but this run was started with builtin:"),
         ("rollout.seed=7", "was started with"),
     ],
 )

@@ -28,6 +28,7 @@ from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.inputs import refuse_run
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
 from rollout.settings import TINY, EvalSetSettings
@@ -37,9 +38,10 @@ KEPT = (
     "cluster.local_dir",
     *(
         f"rollout.{name}"
-        for name in ("stop", "tool_parser", "chat_template", "system_prompt", "reasoning_end",
-                     "thinking_tokens", "history", "concurrency", "group_timeout_s", "on_reward_error",
-                     "reward_timeout_s", "reward_processes", "ratio_field", "seed", "stall_timeout_s")
+        for name in ("stop", "tool_parser", "chat_template", "system_prompt", "max_prompt_tokens",
+                     "reasoning_end", "thinking_tokens", "history", "concurrency", "group_timeout_s",
+                     "on_reward_error", "reward_timeout_s", "reward_processes", "ratio_field", "seed",
+                     "stall_timeout_s")
     ),
     *(
         f"engine.{name}"
@@ -130,6 +132,7 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
         if not directory.is_dir():
             problem = "no such directory; give the directory of a model, or the number of an iteration"
             raise SettingsError(f"--checkpoint {checkpoint}: {problem}")
+        refuse_run("--checkpoint", directory)
     elif root is None:
         raise SettingsError(
             f"--checkpoint {checkpoint or '(the newest)'} is of a run; add --log-path DIR, or give the "

@@ -93,7 +93,7 @@ def summary(forked: Forked, iteration: int, target: Path) -> str:
     )
 
 
-def refuse_unfinished(run_dir: RunDir, iteration: int) -> None:
+def refuse_unfinished(run_dir: RunDir, iteration: int, done: str = "forked") -> None:
     """Raise SettingsError unless what is before `iteration` is finished, and has left its policy."""
     finished = {line["iteration"] for line in published.metrics_lines(run_dir)}
     there = published.checkpoints(run_dir)
@@ -102,7 +102,7 @@ def refuse_unfinished(run_dir: RunDir, iteration: int) -> None:
         has = "is not finished" if iteration - 1 not in finished else "has no checkpoint any more"
         raise SettingsError(
             f"--iteration {iteration}: iteration {iteration - 1} of {run_dir.root} {has}; "
-            f"the run can be forked at {', '.join(map(str, can))}"
+            f"the run can be {done} at {', '.join(map(str, can))}"
         )
 
 

@@ -160,7 +160,9 @@ def rescore(
     from coordinator.settings.tree import SettingsError
     from rollout.settings import JOIN
 
-    if dry_run == (to is not None):
+    if dry_run and to is not None:
+        raise SettingsError(f"--to {to} beside --dry-run: a dry run makes nothing; leave one of them out")
+    if not dry_run and to is None:
         raise SettingsError("give --to DIR for the new run, or --dry-run to see what would change")
     first, end = _iteration(iteration), _iteration(last, "--last") if last else None
     make(log_path.absolute(), first, end, JOIN.join(reward), to.absolute() if to else None)

@@ -74,9 +74,9 @@ class Rescorer:
         settings = RunSettings.published(record.settings)
         self._run_dir = RunDir(root)
         self._first = first
-        refuse_unfinished(self._run_dir, first)
         self.numbers = self._with_samples(first, last)
         """The iterations whose samples are scored."""
+        refuse_unfinished(self._run_dir, first, "rescored")
         _refuse(settings, self.numbers)
         self._code = load_functions(reward, "single_turn").reward
         # To score takes neither an engine nor tasks to evaluate on.

@@ -38,7 +38,7 @@ def serve(
 ) -> int:
     """Serve the jobs in `root` until a signal comes. SettingsError says what is wrong; then nothing began."""
     logging.basicConfig(level=logging.WARNING, format="run: %(message)s")
-    check_log_path(root)
+    check_log_path(root, "--root")
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     try:
         lock = host_lock(f"serve-{name}")

@@ -344,7 +344,16 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
         command.usage = add(command)
         command.set_defaults(call=call)
     try:
-        typed, rest = parser.parse_known_args(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words and words[0] in OF_RUNS and any(word.partition("=")[0] == "--log-path" for word in words):
+            raise ServerError(
+                f"run {words[0]} --log-path: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}"
+            )
+        typed, rest = parser.parse_known_args(words)
+        if "/" in (getattr(typed, "name", None) or "") and typed.command in OF_RUNS:
+            raise ServerError(
+                f"run {typed.command} {typed.name}: give the name of a job; {OF_RUNS[typed.command]}"
+            )
         if rest and typed.command != "submit":
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return typed.call(_server(typed), typed, rest)
@@ -519,6 +528,15 @@ COMMANDS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentPa
     "guest": (_guest, "Let the server's machine help a job that runs.", _of_name),
     "fetch": (_fetch, "Fetch a checkpoint's model, verified, or the report.", _of_fetch),
 }
+
+OF_RUNS = {
+    "jobs": "of a run: run status --log-path DIR",
+    "overwatch": "of a run: run status --log-path DIR --watch",
+    "stop": "Ctrl+C ends a run, where its master or `run local` was started (or kill -INT its process)",
+    "resume": "the command that started a run, typed again, resumes it",
+    "fetch": "of a run: run export --log-path DIR -o OUT, or run report --log-path DIR",
+}
+"""What does with a run what a command does with a job."""
 
 if __name__ == "__main__":
     sys.exit(main())

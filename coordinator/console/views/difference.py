@@ -63,7 +63,10 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
     they are equal as far as both go. SettingsError if one of them is no run, or damaged where it is read, or
     if they have no finished iteration in common.
     """
-    runs = Run(first), Run(second)
+    try:
+        runs = Run(first), Run(second)
+    except SettingsError as error:  # these are arguments here
+        raise SettingsError(str(error).removeprefix("--log-path ")) from None
     try:
         compared = compare(*runs)
     except Incomplete as error:

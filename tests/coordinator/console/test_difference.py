@@ -98,3 +98,8 @@ def test_what_is_damaged_is_named(two_runs: tuple[Path, Path], monkeypatch: pyte
     monkeypatch.setattr(Run, "trajectories", damaged)
     with pytest.raises(SettingsError, match=r"part0001 differs .*; what is damaged cannot be compared"):
         difference.show_difference(*two_runs)
+
+
+def test_argument_that_is_no_run_is_named_without_an_option_that_the_command_lacks(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"^{tmp_path}: no run there"):
+        difference.describe_difference(tmp_path, tmp_path)

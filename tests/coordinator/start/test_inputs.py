@@ -200,6 +200,31 @@ def test_tasks_with_longer_prompts_are_left_out_and_counted(
         inputs.load_inputs(loading.build({**given, "rollout.max_prompt_tokens": 5}), given)
 
 
+def test_tasks_to_evaluate_on_with_longer_prompts_are_left_out_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = [chat("a", "1+2"), chat("b", "1" * 23)]
+    given = {
+        "model": str(make_model(tmp_path / "model", seed=0)),
+        "tasks": file_of(tmp_path / "t.jsonl", chat("c", "1+3")),
+        "eval_tasks": file_of(tmp_path / "e.jsonl", *mixed),
+        "eval.sets.long.tasks": file_of(tmp_path / "s.jsonl", *mixed),
+        "rollout.max_prompt_tokens": 30,
+    }
+    settings = loading.build(given)
+    loaded = inputs.load_inputs(settings, given)
+    assert loaded.eval_tasks is not None
+    ids = [
+        [task["id"] for task in each.tasks] for each in (loaded.eval_tasks, loaded.eval_sets["long"].tasks)
+    ]
+    assert ids == [["a"], ["a"]]
+    assert sum("1 of 2 tasks have longer prompts" in record.getMessage() for record in caplog.records) == 2
+    assert loaded.renewed(settings, {}).codes() == loaded.codes(), "a worker that takes them anew"
+    Path(given["eval.sets.long.tasks"]).write_text(json.dumps(mixed[1]))
+    with pytest.raises(SettingsError, match=r"all 1 prompts of eval.sets.long.tasks=.* are longer"):
+        inputs.load_inputs(settings, given)
+
+
 def test_system_prompt_begins_each_conversation_without_one_and_is_part_of_what_a_run_is_of(
     tmp_path: Path,
 ) -> None:

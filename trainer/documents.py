@@ -136,7 +136,7 @@ class SavedState(_Document):
     """Digest of the weights that the state belongs to."""
     optimizer_step: int
     entropy_control: tuple[float, float] | None = None
-    """See model.Learner."""
+    """With trainer.entropy_target: the bonus of the next step, and the entropy of the last one."""
     files: dict[str, FileFacts]
     """Every other file of the directory."""
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from trainer.settings import TrainerSettings
 
 TRAINED_BYTES = 16
-"""Of a trained parameter: weight, gradient and two moments of AdamW in float32."""
+"""Bytes of a trained parameter: weight, gradient and two moments of AdamW in float32."""
 NF4_BYTES = 0.5 + 4 / 64
-"""Of a parameter in NF4: 4 bits, and a scale in float32 for each 64."""
+"""Bytes of a parameter in NF4: 4 bits, and a scale in float32 for each 64."""
 HALF_BYTES = 2
-"""Of a parameter in bfloat16."""
+"""Bytes of a parameter in bfloat16."""
 FLOAT_BYTES = 4
-"""Of a number in float32."""
+"""Bytes of a number in float32."""
 LOGITS_BYTES = 1e9
-"""A chunk of logits."""
+"""Bytes of a chunk of logits."""
 ENDS_BYTES = HALF_BYTES + FLOAT_BYTES
-"""Of a parameter of embeddings and head, while their gradients are added up."""
+"""Bytes of a parameter of embeddings and head, while their gradients are added up."""
 WIDE, NARROW = 8, 16
 """Numbers in bfloat16 that a layer keeps of each token in its backward pass: so many times its widest matrix
 (what the gated MLP makes in between, and gradients of that), and the hidden size (norms, attention)."""
@@ -32,28 +32,28 @@ class Shape:
     """A model in numbers of parameters."""
 
     depth: int
-    """Layers."""
+    """How many layers it has."""
     layer: int
     """Parameters of the largest layer."""
     layers: int
-    """Of all layers."""
+    """Parameters of all layers."""
     ends: int
-    """Of embeddings and head."""
+    """Parameters of embeddings and head."""
     rest: int
-    """Of what is neither, such as the last norm."""
+    """Parameters that are in neither, such as the last norm."""
     split: int
-    """Of all layers, those that tensor parallelism divides."""
+    """Parameters of all layers that tensor parallelism divides."""
     head: int
-    """Of the larger one of embeddings and head, which may be one."""
+    """Parameters of the larger one of embeddings and head, which may be one."""
     hidden: int
     wide: int
     """The longest side of a matrix of a layer."""
     adapters: int = 0
-    """Of adapters, if they are trained in place of the model."""
+    """Parameters of adapters, if they are trained in place of the model."""
     matrices: int = 0
-    """Of the layers' matrices, without those of experts, which are one tensor in training."""
+    """Parameters of the layers' matrices, without those of experts, which are one tensor in training."""
     frozen: int = 0
-    """Of the vision tower and projector, if they are not trained (trainer.freeze_vision)."""
+    """Parameters of the vision tower and projector, if they are not trained (trainer.freeze_vision)."""
 
     @property
     def all(self) -> int:
@@ -108,7 +108,7 @@ def is_sharded(shape: Shape, trainer: TrainerSettings, gpus: int) -> bool:
 
 
 def held_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what each of `gpus` GPUs holds all the time: weights, gradients, the optimizer's state."""
+    """Return the bytes that each of `gpus` GPUs holds all the time: weights, gradients, optimizer's state."""
     if not is_sharded(shape, trainer, gpus):
         return _state_bytes(shape, trainer, 1)
     if trainer.cpu_offload:
@@ -118,7 +118,9 @@ def held_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 
 def _state_bytes(shape: Shape, trainer: TrainerSettings, size: int) -> float:
-    """Return what each of a tensor group of `size` ranks holds of a whole model. Muon has one moment."""
+    """Return the bytes that each of a tensor group of `size` ranks holds of a whole model. Muon has one
+    moment.
+    """
     parameters = shape.all - shape.split * (1 - 1 / size)
     saved = FLOAT_BYTES if trainer.optimizer == "muon" else 0
     if shape.adapters:
@@ -130,8 +132,8 @@ def _state_bytes(shape: Shape, trainer: TrainerSettings, size: int) -> float:
 
 
 def gathered_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU holds in bfloat16 to compute: two layers, embeddings and head if it is sharded, else
-    a layer, unless it holds frozen ones in bfloat16 anyway; of those in 4 bits one matrix.
+    """Return the bytes that a GPU holds in bfloat16 to compute: two layers, embeddings and head if it is
+    sharded, else a layer, unless it holds frozen ones in bfloat16 anyway; of those in 4 bits one matrix.
     """
     if not is_sharded(shape, trainer, gpus):
         matrix = shape.wide * shape.hidden if trainer.lora.base_dtype == "nf4" else 0
@@ -155,15 +157,15 @@ def _tokens(trainer: TrainerSettings) -> float:
 
 
 def base_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU holds of the model that the run started from, if the loss compares with it."""
+    """Return the bytes a GPU holds of the model that the run started from, if the loss compares with it."""
     if not trainer.needs_reference or shape.adapters:  # adapters can be switched off
         return 0.0
     return HALF_BYTES * shape.all / (gpus if is_sharded(shape, trainer, gpus) else 1)
 
 
 def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a GPU needs: what it holds, and the most that comes on top while it computes a step of
-    several microbatches. What the allocator, NCCL and kernels take is not in it.
+    """Return the bytes that a GPU needs: all that it holds, and the most that comes on top while it computes
+    a step of several microbatches. What the allocator, NCCL and kernels take is not in it.
     """
     held = held_bytes(shape, trainer, gpus) + base_bytes(shape, trainer, gpus)
     inputs = inputs_bytes(shape, trainer)
@@ -172,14 +174,16 @@ def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 
 def _head_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a chunk of logits takes: its gradient of the head is in bfloat16, their sum in float32."""
+    """Return the bytes of a chunk of logits with its gradient of the head in bfloat16, and their sum in
+    float32.
+    """
     logits = LOGITS_BYTES * (2 if trainer.rewards_entropy else 1)  # and their gradient by way of the entropy
     ends = HALF_BYTES * shape.ends if is_sharded(shape, trainer, gpus) else 0
     return ends + logits + (0 if shape.adapters else ENDS_BYTES * shape.head)
 
 
 def _layer_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what a layer takes in its backward pass, in which it is computed again.
+    """Return the bytes that a layer takes in its backward pass, in which it is computed again.
 
     Sharded, the next layer is gathered already, the gradient of the one before is on its way in float32, and
     that of the head waits in bfloat16.
@@ -195,7 +199,7 @@ def _layer_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
 
 
 def _end_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
-    """Return what the gradients of embeddings and head take at the end of a microbatch.
+    """Return the bytes of the gradients of embeddings and head at the end of a microbatch.
 
     Sharded, they are whole in float32, beside themselves in bfloat16 and then this rank's part. Replicated,
     that of one follows that of the other, and the sum of both, if they are tied.

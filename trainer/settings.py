@@ -44,13 +44,13 @@ class SourceSettings(Settings):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """What their advantages are multiplied by."""
     advantage: Literal["centred", "standardised", "leave_one_out", "success", "whitened", "one"] | None = None
-    """As `trainer.advantage`; whitened over the tokens of the source."""
+    """The source's `trainer.advantage`; whitened over its tokens."""
     keep_flat_groups: bool | None = None
-    """As `trainer.keep_flat_groups`."""
+    """The source's `trainer.keep_flat_groups`."""
     overlong: Literal["keep", "penalise", "drop"] | None = None
-    """As `trainer.overlong`."""
+    """The source's `trainer.overlong`."""
     reward_threshold: float | None = None
-    """As `trainer.reward_threshold`."""
+    """The source's `trainer.reward_threshold`."""
 
 
 class TrainerSettings(Settings):
@@ -84,7 +84,7 @@ class TrainerSettings(Settings):
     turns (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
     group's turns in the same state (GiGPO, arXiv 2505.10978)."""
     state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
-    """See `credit`."""
+    """The weight in credit=state."""
     turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
     """What the next turn's return counts for; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
@@ -133,7 +133,7 @@ class TrainerSettings(Settings):
     """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
     `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
-    """See `entropy_target`."""
+    """The step of `entropy_target`."""
     keep_flat_groups: Annotated[bool, Mark.SHAPES_BATCH] = False
     """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
     computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
@@ -142,7 +142,7 @@ class TrainerSettings(Settings):
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
     overlong_buffer: Annotated[float, Field(gt=0, le=1), Mark.SHAPES_BATCH] = 0.2
-    """See `overlong`; a fraction of rollout.max_tokens."""
+    """The length of `overlong`, a fraction of rollout.max_tokens."""
     reward_threshold: Annotated[float | None, Mark.SHAPES_BATCH] = None
     """Train only on samples with this reward or more; null: on all."""
     sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
@@ -255,7 +255,7 @@ class TrainerSettings(Settings):
         return "bfloat16" if self.save_dtype == "bfloat16" else self.computes_in(on_gpu)
 
     def of_source(self, name: str) -> "TrainerSettings":
-        """Return what holds for the samples of a source."""
+        """Return the settings for the samples of a source."""
         source = self.sources.get(name, SourceSettings())
         overrides = {
             key: value for key, value in source.model_dump(exclude={"weight"}).items() if value is not None

@@ -1,1 +1,1 @@
-"""Make tensors from groups: select samples, compute advantages, build the batch, pack it."""
+"""Make tensors from groups, in this order: selection, advantages, building, batch, packing."""

@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from rollout.trajectory import Picture
 
 FORMAT = 5
+"""Version of the batch's file (not of the run directory, which is directory.layout's). Raise it when bytes of
+before would be read wrongly; a further array that may be missing (`_OPTIONAL`) is no new version."""
 
 _DTYPES = {
     "token_ids": np.int32,

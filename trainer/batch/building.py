@@ -29,7 +29,7 @@ class Older(NamedTuple):
     policy_iteration: int = 0
     """The iteration whose training made the policy that sampled them; spans say it themselves."""
     reward_weights: Mapping[str, float] | None = None
-    """See selection.lessons."""
+    """The weight of each reward with trainer.advantage=decoupled; see `selection.lessons`."""
     task_sources: Mapping[int, str] = MappingProxyType({})
     """By slot: the source of its task."""
 

@@ -49,7 +49,7 @@ class Trained(NamedTuple):
     of_tokens: NDArray[np.float64] | None = None
     """With credit=turn or state: (T,) the advantage of each token."""
     source: str = ""
-    """That of its task, if trainer.sources has it."""
+    """The source of its task, if trainer.sources has it."""
 
 
 Lesson = list[Trained]
@@ -162,7 +162,7 @@ def _of_tokens(
 
 
 def _values(group: Group, sample: Sample, weights: Mapping[str, float]) -> list[float]:
-    """Return what each of the rewards has given to the sample."""
+    """Return the values of the sample's rewards, in the order of `weights`."""
     missing = weights.keys() - sample.metrics.keys()
     if missing:
         raise ValueError(

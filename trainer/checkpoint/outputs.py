@@ -79,7 +79,7 @@ def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:
 
 
 def _of_node(shares: Sequence[Any], node: int) -> dict[str, FileFacts] | None:
-    """Return what the ranks of a node have copied together; None if one of them could not."""
+    """Return the files that the ranks of a node have copied together; None if one of them could not."""
     copied: dict[str, FileFacts] = {}
     for share in shares:
         if share["node"] == node:

@@ -68,7 +68,7 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Produce:
-    """Return what writes a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it
+    """Return the Produce of a safetensors file of these CPU tensors, for storage's `Writer`, which hashes it
     meanwhile.
     """
 

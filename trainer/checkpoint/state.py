@@ -44,6 +44,7 @@ from trainer.progress import NOT_SAVED, SILENT, Progress
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+"""Version of a state directory. Raise it when the names or the meaning of its tensors change."""
 DOCUMENT = "state.json"
 MASTER = "master"
 WHOLE_BYTES = 1 << 26
@@ -111,7 +112,7 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _kinds(learner: Learner) -> dict[Tensor, tuple[str, ...]]:
-    """Return what the optimizer keeps of each parameter."""
+    """Return the names of the moments that the optimizer keeps of each parameter."""
     return {
         parameter: MUON_STATE if group["is_muon"] else ADAMW_STATE
         for group in learner.optimizer.param_groups

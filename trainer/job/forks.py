@@ -31,7 +31,7 @@ STANDARD = (0, 1, 2)
 PATIENCE_S = 5.0
 """How long a client may take to say what it wants; others wait meanwhile."""
 _BYTES = 4
-"""Of the length that stands before a request."""
+"""Bytes of the length that stands before a request."""
 _LOST = 1
 """A client's exit status if the server ended before its fork did."""
 

@@ -118,7 +118,9 @@ class TrainerRank:
     """A rank's model and optimizer, kept between requests."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
-        """The process group exists. Saving a state in the background may take `timeout_s`."""
+        """Begin without a model; the process group exists. Saving a state in the background may take
+        `timeout_s`.
+        """
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
 """Packages with kernels that transformers uses for recurrent layers where they are installed."""
 BUILT_IN = ("window_size", "keep_window_size")
-"""The same where layers have taken the number when they were made, so that it cannot be shortened any more:
-where it is long, trying would show nothing, and a row holds one sequence."""
+"""Such numbers that layers have taken when they were made, so that they cannot be shortened any more: where
+one is long, trying would show nothing, and a row holds one sequence."""
 PROMPT, TOKENS, WINDOW = 2, (24, 17), 6
 """What is tried: two sequences of so many tokens, the first of which are the same, and a window shorter than
 both, whatever the model's own is."""

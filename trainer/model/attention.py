@@ -58,7 +58,7 @@ to 192 columns 1.00 to 1.06; 256: 1.07 to 1.17; 512: 1.19 to 1.34; 1024: 1.45 to
 the more sequences, the more. With two threads attention alone took up to 3 times as long up to 256 columns.
 """
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Of flash kernels: the largest head, and what its size must be a multiple of."""
+"""The largest head that flash kernels take, and the number that its size must be a multiple of."""
 HALF = (torch.float16, torch.bfloat16)
 TRIED_WINDOW, TOLERANCE, SAID = 6, 0.05, 120
 """Tokens that a token sees; the error allowed in bfloat16; characters of an error that are said."""

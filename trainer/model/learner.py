@@ -51,8 +51,8 @@ class Learner(Policy):
         self.written: dict[str, dict[str, Tensor]] = {}
         """What the files of weights hold that this rank has written last, by name, for deltas to them."""
         self.frozen_file: FileFacts | None = None
-        """Of the file of what no step changes, in the policy that the next step begins with; None: it has
-        none, or another one."""
+        """The file of weights that no step changes, in the policy that the next step begins with; None: it
+        has none, or another one."""
         self.frozen_sums: dict[str, int] | None = None
         """The sums of the tensors of that file, once they are known."""
         self.saved_as: dict[torch.dtype, Any] = {}
@@ -183,7 +183,7 @@ class Learner(Policy):
             self._make_room()
 
     def _away(self) -> tuple[list[Scorer], list[dict[str, Tensor]]]:
-        """Return what moves: models and moments. FSDP's own offload keeps its own on the host anyway."""
+        """Return the models and moments that move. FSDP's own offload keeps its own on the host anyway."""
         scorers = [scorer for scorer in (self.scorer, self.reference) if scorer and not scorer.offloaded]
         return scorers, [] if self.scorer.offloaded else [*self.optimizer.state.values()]
 

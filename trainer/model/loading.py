@@ -103,7 +103,7 @@ def _with_adapters(model: Any, base_dir: Path, settings: TrainerSettings) -> Any
 def _with_blank_adapters(
     blank: Any, base_dir: Path, settings: TrainerSettings
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return the same for a model on meta: adapters on meta, and their values.
+    """Return a model on meta with adapters on meta, and the adapters' values.
 
     peft makes adapters on the device of the weights. For it these are on the CPU, where all values of a
     weight are one number in memory.

@@ -16,7 +16,7 @@ ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum_buffer",)
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial whose iteration makes all singular values about 1."""
+"""Coefficients of the polynomial whose iteration makes all singular values about 1."""
 ITERATIONS = 5
 LEAST_NORM = 1e-7
 

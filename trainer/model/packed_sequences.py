@@ -31,7 +31,7 @@ class Apart(Enum):
     MASKS = "masks"
     """A mask for each kind of attention layer as well."""
     PICTURES = "masks of whole pictures"
-    """The same, in which tokens of a picture see those behind them that are of it too (Gemma 3)."""
+    """Masks in which tokens of a picture see those behind them that are of it too (Gemma 3)."""
     KERNELS = "kernels"
     """The bounds of the sequences as well, which the kernels of recurrent layers take."""
 
@@ -82,7 +82,9 @@ def decoder_inputs(
 
 
 def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any]:
-    """Return what recurrent kernels take, by transformers' names: (sequences + 1,) bounds, (1, C) numbers."""
+    """Return the arguments of recurrent kernels, by transformers' names: (sequences + 1,) bounds, (1, C)
+    numbers.
+    """
     starts = np.flatnonzero(positions[0] == 0)
     bounds = np.append(starts, positions.size).astype(np.int32)
     numbers = (np.cumsum(positions == 0, axis=1) - 1).astype(np.int32)

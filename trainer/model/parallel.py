@@ -62,7 +62,7 @@ class Layout:
     context_parallel: int = 1
     """Neighbouring ranks that share each sequence and get the same microbatches; see model.context."""
     context_group: dist.ProcessGroup | None = None
-    """Those, with context_parallel > 1."""
+    """The process group of these ranks; None without context parallelism."""
 
     @property
     def group_size(self) -> int:
@@ -223,7 +223,7 @@ def _base(model: Any) -> Any:
 
 
 def planned_module(model: Any) -> Any:
-    """Return what the names in a tensor-parallel plan belong to: beside a vision tower the decoder alone."""
+    """Return the module whose parts a tensor-parallel plan names: beside a vision tower the decoder alone."""
     base = _base(model)
     return base.get_decoder() if hasattr(base.base_model, "get_image_features") else base.base_model
 

@@ -159,7 +159,7 @@ class Policy:
                 parallel.reshard(scorer)
 
     def kernel(self, microbatch: Microbatch) -> Kernel:
-        """Return what computes the attention of a microbatch."""
+        """Return the Kernel that computes the attention of a microbatch."""
         return attention.choose(
             self.device.type,
             self.arrangement.works,
@@ -235,7 +235,9 @@ class Policy:
                 )
 
     def _arrange_short(self, share_prompts: bool, kernels: bool) -> Arrangement | None:
-        """Return what a short model tells; None if there is no short model, or if it tells nothing."""
+        """Return the Arrangement that a short model finds; None if there is no short model, or if it tells
+        nothing.
+        """
         dtype = self.scorer.computes_in
         held = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
         short = short_model(self.scorer.causal, dtype, self.device, held)

@@ -26,7 +26,7 @@ from rollout.engines.model_dir import WeightsError, copied, read_json, tensor_na
 from trainer.model.parallel import local_part
 
 TensorNames = Mapping[str, tuple[str, tuple[int, ...]]]
-"""As rollout.engines.model_dir.tensor_names gives them."""
+"""The dtype and shape of each tensor, as `rollout.engines.model_dir.tensor_names` returns them."""
 Read = Callable[[str], Any]
 """Gives the slice of a tensor in the files: index it to read it."""
 
@@ -170,7 +170,7 @@ def _whole(source: Source, name: str, model: Any, read: Read) -> Tensor:
 
 
 def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what transformers makes of the keys, read as `dtype`, by the model's names."""
+    """Return the tensors that transformers makes of the keys, read as `dtype`, by the model's names."""
     converter = deepcopy(source.converter)
     for key, pattern in zip(source.keys, source.patterns, strict=True):
         converter.add_tensor(source.first, key, pattern, lambda key=key: read(key)[...].to(dtype))

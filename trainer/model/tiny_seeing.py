@@ -30,7 +30,7 @@ PATCH = 8
 BATCH_SIZE, LEARNING_RATE = 32, 1e-3
 """A picture costs four times what a question does, and at a higher rate it is not looked at."""
 STEPS = 2
-"""Of these smaller ones for each step that is asked for: shapes are told apart after 1600."""
+"""Smaller steps for each one that is asked for: shapes are told apart after 1600."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}" + PLACEHOLDER + "{% else %}"

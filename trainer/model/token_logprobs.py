@@ -189,7 +189,7 @@ class Scorer(nn.Module):
 
 
 def _decoder(causal: Any) -> Any:
-    """Return what makes the hidden states; a few models name themselves, or a part of their head."""
+    """Return the module that makes hidden states; a few models name themselves, or a part of their head."""
     decoder = causal.get_decoder()
     if isinstance(decoder, PreTrainedModel) and decoder is not causal:
         return decoder

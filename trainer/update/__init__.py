@@ -1,1 +1,3 @@
-"""Train: compute the loss, and take optimizer steps."""
+"""Train: `step` takes the optimizer steps; `loss` is what it minimises, `kl_reward` and `preferences` change
+the advantages before.
+"""

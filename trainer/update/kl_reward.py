@@ -99,7 +99,7 @@ def sums_of_sequences(
 
 
 def _whitened(advantages: Sequence[Sequence[Values]], layout: Layout) -> list[list[Values]]:
-    """Return the same with mean 0 and deviation 1 over all tokens of all ranks; see advantages.whiten."""
+    """Return the advantages with mean 0 and deviation 1 over all ranks' tokens; see `advantages.whiten`."""
     flat = np.concatenate([np.zeros(0), *(values for of_step in advantages for values in of_step)])
     total, tokens = _over_ranks(np.array([flat.sum(), len(flat)]), layout)
     mean = total / tokens

@@ -1,7 +1,16 @@
 """Compose the policy loss: advantage x ratio x clip x aggregation x correction for the engine, KL, entropy.
 
-Each piece is one function, chosen by the setting of its name. A new value of a setting is one more branch in
-one of them.
+Each piece is one function, chosen by the setting of its name. The files of a new loss, where its values need
+them:
+
+- this file: one more branch of ratio, clip, aggregation, engine_correction or kl
+- trainer/batch/advantages.py: `advantage`; one that weighs the samples of a step, as pair and label do, also
+  in preferences.py and step.py, and in batch/selection.py what is drawn together
+- kl_reward.py and step.py: `kl_in`, the KL of rewards
+- trainer/settings.py: the value, and what is refused with it; then docs/settings.md, by
+  `python -m scripts.settings_page`
+- trainer/algorithms.py: the preset, and its paragraph in docs/algorithms.md
+- tests/trainer/update/test_loss.py, and tests/against_trl/test_losses.py if TRL has it
 """
 
 import math
@@ -13,8 +22,8 @@ from torch import Tensor
 from trainer.settings import TrainerSettings
 
 SOFT_TEMPERATURES = (1.0, 1.05)
-"""Of clip=soft, for advantages above 0 and for the others: what pushes tokens down is damped sooner (SAPO,
-arXiv 2511.20347)."""
+"""Temperatures of clip=soft, for advantages above 0 and for the others: what pushes tokens down is damped
+sooner (SAPO, arXiv 2511.20347)."""
 _STATISTIC_MAX = 20.0
 """Limit of a log ratio in a statistic: one absurd token must not make the statistic infinite."""
 

@@ -16,7 +16,7 @@ from trainer.update.kl_reward import Values, sums_of_sequences
 
 
 class Preferences(NamedTuple):
-    """Of the pairs, or the labelled samples, of an optimizer step."""
+    """Statistics of the pairs, or the labelled samples, of an optimizer step."""
 
     loss: float
     """Mean of -log sigmoid(margin), or of 1 - sigmoid(margin)."""

@@ -59,7 +59,7 @@ class StepStats:
     by_source: Tensor | None = None
     """(1 + len(BY_SOURCE), sources) of this rank: tokens of each source, sums over them; None: it is one."""
     margin: float | None = None
-    """See pairs.Preferences; None without pairs."""
+    """The margin of `preferences.Preferences`; None without pairs."""
     preferred: float | None = None
 
 
@@ -164,7 +164,7 @@ class _Step(NamedTuple):
     """One optimizer step of a batch."""
 
     sequences: range
-    """Of the batch's sequences."""
+    """Places of its sequences in the batch."""
     tokens: int
     """Prompts included."""
     totals: Totals

@@ -1,6 +1,7 @@
 """Tasks to trajectories.
 
-Knows engines, environments and rewards; knows nothing of nodes or the shared directory.
+Knows engines, environments and rewards; knows nothing of nodes or the shared directory. To read: `slots`,
+`collect` (as many groups at once as the engine should see), `group_maker` (one group), `trajectory`.
 
 Users import from here what an environment needs: `from rollout import Policy, Sample`. A name is loaded when
 it is asked for.

@@ -44,23 +44,28 @@ class Stopped(Exception):
 class Collector:
     """Makes groups, each by the recipe of its slot's kind, as many at once as `concurrency` allows.
 
-    These settings apply. `concurrency` (null: what the engine can) bounds the samples that are generated at
-    the same time; a larger group runs alone. `over_sample` times the needed groups are begun, and with it a
-    spare one for a group that is LATE, while there are any. Once `completion_threshold` of the needed groups
-    is finished, the others have `grace_period_s` left, and are then given up; groups that `made_elsewhere`
-    counts are finished and needed too. A group is handed over as a tombstone if it takes longer than
-    `group_timeout_s`, if its environment raises, or if the engine refuses its request. A sample that is
-    unfit (rollout.trajectory.unfit) is left out of its group. So is one whose reward raises, or it ends the
-    collection: see `on_reward_error`.
+    A group is handed over as a tombstone if it takes longer than `group_timeout_s`, if its environment
+    raises, or if the engine refuses its request. A sample that is unfit (rollout.trajectory.unfit) is left
+    out of its group. No `seed` of a sampling is used.
 
-    With `segment` the samples are single turns that are advanced by it, and no environment is used. A
-    group with a sample that is unfinished then is handed over without rewards.
+    The settings that it follows, beside what a GroupMaker takes:
 
-    `counts` says whether a group counts as one of the needed groups. With `may_all_fail` tombstones alone
-    are handed over too. `on_begin` is given the slot of each
-    group that is begun. `on_end` is called at the end of each group, also of one that is given up and handed
-    over later. No `seed` of a sampling is used. `tally` logs why samples and groups are lost; a process that
-    keeps it shows each traceback once.
+    - `concurrency`: the most samples that are generated at the same time; a larger group runs alone. null:
+      as many as the engine can
+    - `over_sample`: times the needed groups are begun, and a spare one for each group that is LATE
+    - `completion_threshold`: once this part of the needed groups is finished (those that `made_elsewhere`
+      counts are finished and needed too), the others have `grace_period_s` left, and are then given up
+    - `on_reward_error`: whether a sample whose reward raises is left out, or ends the collection
+
+    Its further parameters:
+
+    - `counts`: whether a group counts as one of the needed groups
+    - `segment`: the samples are single turns that it advances, and no environment is used; a group with a
+      sample that is unfinished then is handed over without rewards
+    - `may_all_fail`: tombstones alone are handed over too
+    - `on_begin`: is given the slot of each group that is begun
+    - `on_end`: is called at the end of each group, also of one that is given up and handed over later
+    - `tally`: logs why samples and groups are lost; a process that keeps it shows each traceback once
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Collector:
         most = max(recipe.sampling.n for recipe in recipes.values())
         self.meter = Meter(width=max(1, at_once // most))
         self._places = asyncio.Semaphore(self.meter.width)
-        """Of the engine: a group has one while it is generated, not while it waits for its rewards."""
+        """Places of the engine: a group has one while it is generated, not while it waits for its rewards."""
         self._rewards = [recipe.reward for recipe in recipes.values()]
         is_instant = all(maker.is_instant for maker in self._makers.values())
         self._most_groups = self.meter.width * (1 if is_instant else 2)

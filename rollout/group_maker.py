@@ -87,7 +87,7 @@ class GroupMaker:
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
     async def _attempt(self, work: Coroutine[Any, Any, T]) -> T | BaseException:
-        """Return what comes of user code, as `_outcome`; a TimeoutError after `group_timeout_s`."""
+        """Return the outcome of user code, as `_outcome`; a TimeoutError after `group_timeout_s`."""
         timeout_s = self.settings.group_timeout_s
         attempt = asyncio.create_task(_outcome(work))
         try:
@@ -195,8 +195,8 @@ async def _asked(teacher: Teacher | OfTask, sample: Sample) -> NDArray[np.float3
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> T | BaseException:
-    """Return what user code returns, or what it has raised: anything, also the CancelledError of tasks of
-    its own, a SystemExit, a KeyboardInterrupt, or what a test library raises.
+    """Return the value of user code, or the exception that it has raised: any, also the CancelledError of
+    tasks of its own, a SystemExit, a KeyboardInterrupt, or what a test library raises.
     """
     try:
         return await work

@@ -78,7 +78,7 @@ class Origin:
 
 @cache
 def _adapter(kind: type[Origin]) -> TypeAdapter[Any]:
-    """Return what validates documents; to make it takes ten times as long as to use it."""
+    """Return the adapter that validates documents; to make it takes ten times as long as to use it."""
     return TypeAdapter(kind)
 
 

@@ -16,7 +16,7 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 MAX_BYTES = 20 * 2**20
 MAX_PIXELS = 25_000_000
 MIN_SIDE = 4
-"""Of a picture with fewer pixels a side some processors take the side for the colours."""
+"""Fewest pixels of a side: of a smaller picture some processors take the side for the colours."""
 LONGEST_SIDE = 100
 """How many times longer than the other one a side may be."""
 _TURNED = 0x0112

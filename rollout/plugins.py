@@ -147,7 +147,7 @@ def with_whole_path(name: str) -> str:
 
 
 def title_of(name: str) -> str:
-    """Return what people call `DIR/file.py:function`, file.py:function; any other name stays as it is."""
+    """Return the short name of `DIR/file.py:function`, file.py:function; any other name stays as it is."""
     file, sign, function = name.partition(":")
     return f"{Path(file).name}:{function}" if sign and file.endswith(SUFFIX) else name
 
@@ -261,7 +261,7 @@ def may_be_async(function: Callable[..., Any]) -> bool:
 
 
 def _called(function: Any) -> Any:
-    """Return what runs when `function` is called."""
+    """Return the function that runs when `function` is called."""
     return function if inspect.isroutine(function) else type(function).__call__
 
 
@@ -278,7 +278,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def code_of(name: str, function: Any) -> Code:
-    """Return what lies behind the name of a reward or an environment, which is loaded.
+    """Return the Code behind the name of a reward or an environment, which is loaded.
 
     The digest is of the file of the module that `name` names, of the file that defines the function (maybe
     another one), of the version of the library that a built-in reward asks (`function.library`), and of what

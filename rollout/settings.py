@@ -221,29 +221,29 @@ class EvalSetSettings(Settings):
     """
 
     tasks: Annotated[str, Field(min_length=1)]
-    """As `eval_tasks`."""
+    """The set's `eval_tasks`."""
     columns: dict[str, str] = {}
-    """As `eval.columns`; default: the same."""
+    """The set's `eval.columns`."""
     reward: Annotated[str | None, BeforeValidator(_joined)] = None
-    """As `rollout.reward`."""
+    """The set's `rollout.reward`."""
     environment: str | None = None
-    """As `rollout.environment`."""
+    """The set's `rollout.environment`."""
     samples_per_task: Annotated[int, Field(ge=1)] | None = None
-    """As `eval.samples_per_task`."""
+    """The set's `eval.samples_per_task`."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """As `eval.temperature`."""
+    """The set's `eval.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """As `eval.top_p`."""
+    """The set's `eval.top_p`."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """As `eval.top_k`."""
+    """The set's `eval.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """As `eval.min_p`."""
+    """The set's `eval.min_p`."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """As `eval.max_tokens`."""
+    """The set's `eval.max_tokens`."""
     success: float | None = None
-    """As `eval.success`."""
+    """The set's `eval.success`."""
     max_tasks: Annotated[int, Field(ge=1)] | None = None
-    """As `eval.max_tasks`."""
+    """The set's `eval.max_tasks`."""
 
     def filled(self, evaluation: "EvalSettings", rollout: RolloutSettings, columns: dict[str, str]) -> Self:
         """Return the set with what it inherits; only generated tasks have no columns. Demonstrations do not
@@ -279,11 +279,11 @@ class EvalSettings(Settings):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """As `rollout.top_p`."""
+    """Evaluation's `rollout.top_p`."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """As `rollout.top_k`."""
+    """Evaluation's `rollout.top_k`."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """As `rollout.min_p`."""
+    """Evaluation's `rollout.min_p`."""
     success: float = 1.0
     """A sample with this reward or more has solved its task; pass@k counts these."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -291,7 +291,7 @@ class EvalSettings(Settings):
     max_tasks: Annotated[int, Field(ge=1)] = 512
     """Evaluate on the first `max_tasks` tasks at most."""
     columns: dict[str, str] = {}
-    """As the setting `columns`, for the evaluation tasks; default: the same."""
+    """The setting `columns` for the evaluation tasks; default: the same."""
     sets: Annotated[dict[str, EvalSetSettings], BeforeValidator(partial(nested, "eval.sets"))] = {}
     """Further sets of tasks, by a name of your own: see `eval.sets.NAME`."""
 

@@ -20,7 +20,7 @@ class Slot:
     seed: int
     begun: Group | None = None
     kind: str = ""
-    """Of the `Recipe` that makes it; empty: the collector's own."""
+    """Name of the `Recipe` that makes it; empty: the collector's own."""
 
     @property
     def task_id(self) -> str:

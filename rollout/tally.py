@@ -59,8 +59,8 @@ class Tally:
 def _users_traceback(
     error: BaseException,
 ) -> tuple[type[BaseException], BaseException, TracebackType | None] | None:
-    """Return what to log of an error: its traceback from the user's code on, and the notes with what another
-    process has said. None if it comes from this package alone: then its message says it all.
+    """Return the part of an error to log: its traceback from the user's code on, and the notes with what
+    another process has said. None if it comes from this package alone: then its message says it all.
     """
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("rollout."):

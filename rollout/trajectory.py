@@ -17,7 +17,7 @@ class Turn:
     """What one side says in a conversation, for people to read."""
 
     role: str
-    """As in chat messages: `assistant` for the model. `environment`: a text that was appended as it is."""
+    """Role as in chat messages: `assistant` for the model; `environment`: a text appended as it is."""
     text: str
     begin: int | None = None
     end: int | None = None
@@ -90,13 +90,13 @@ class Sample:
     feedback: str | None = None
     """What its environment says of it to rollout.teacher=self:feedback; not stored."""
     pictures: list[Picture] = field(default_factory=list)
-    """Those that it shows, in order."""
+    """Pictures that it shows, in order."""
     fault: str | None = None
     """Why its environment gives it up; such a sample counts as lost."""
 
     @property
     def generated_turns(self) -> list[Turn]:
-        """Those of its turns that the model has generated."""
+        """The turns that the model has generated."""
         return [turn for turn in self.turns if turn.begin is not None]
 
     def reward_turns(self, rewards: Sequence[float | None], states: Sequence[str | None] = ()) -> None:

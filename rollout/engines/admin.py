@@ -198,7 +198,7 @@ class EngineAdmin:
             return False
 
     def facts(self) -> EngineFacts:
-        """Return what the server says of itself, else the default. As slow as `can_prove`."""
+        """Return the facts that the server says of itself, else the defaults. As slow as `can_prove`."""
         answer = self._server_info()
         facts = EngineFacts(
             is_seeded=answer.get("is_seeded") is True, renders_pictures=answer.get("renders_pictures") is True

@@ -32,7 +32,7 @@ class Calls:
         self.drain_timeout_s = drain_timeout_s
 
     def get(self, path: str, key: str) -> Any:
-        """Return what the answer to a quick call has under `key`."""
+        """Return the value under `key` in the answer to a quick call."""
         answer = self.call("GET", path)
         if key not in answer:
             raise EngineError(f"GET {self.base_url}{path} answered without {key!r}: {answer}")

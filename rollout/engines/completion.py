@@ -61,7 +61,7 @@ class Completion:
     content: str | None = None
     """If it calls tools: the text before the calls. `text` is all of it."""
     pictures: Sequence[Picture] = ()
-    """Those of the prompt."""
+    """The pictures of the prompt."""
     routes: NDArray[np.int16] | None = None
     """(tokens, layers x experts of a token) of prompt and completion but the last token, if asked for."""
     likely: Sequence[tuple[str, Mapping[str, float]]] = ()

@@ -10,13 +10,13 @@ class Generated(NamedTuple):
     """What a server has generated. In a vLLM that keeps no statistics, nothing."""
 
     tokens: int
-    """Of unfinished completions too."""
+    """Generated tokens, those of unfinished completions too."""
     completions: int
-    """Those that are finished."""
+    """Completions that are finished."""
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return what the answer says: a figure may be split, by engine or by the reason of the end."""
+        """Return the sums of the answer's figures, which may be split, by engine or reason of the end."""
         return cls(_sum(TOKENS, text), _sum(COMPLETIONS, text))
 
     def text(self) -> str:
@@ -24,7 +24,7 @@ class Generated(NamedTuple):
         return f"{TOKENS} {self.tokens}\n{COMPLETIONS} {self.completions}\n"
 
     def since(self, before: "Generated") -> "Generated":
-        """Return what was generated after `before`; a server that has started again begins with nothing."""
+        """Return the part that was generated after `before`; a server that has started again begins at 0."""
         if self.tokens < before.tokens:
             return self
         return Generated(self.tokens - before.tokens, self.completions - before.completions)

@@ -73,8 +73,8 @@ def model_files(path: str | os.PathLike[str]) -> list[str]:
 
 
 def companions(path: str | os.PathLike[str]) -> list[str]:
-    """Return what goes with a model's weights, by paths below its directory: all that is small and no weights
-    of anybody, so configurations, tokenizer, templates, processors and code, also in folders.
+    """Return the files that go with a model's weights, by paths below its directory: all that are small and
+    no weights of anybody, so configurations, tokenizer, templates, processors and code, also in folders.
     """
     return sorted(_companions(Path(path), ""))
 

@@ -184,7 +184,9 @@ def _configs(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _ropes(*configs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what configurations say of positions; families with several kinds of layers have several."""
+    """Return the configurations' entries about positions; families with several kinds of layers have
+    several.
+    """
     ropes = [config.get(name) for config in configs for name in ("rope_scaling", "rope_parameters")]
     nested = [value for rope in ropes if isinstance(rope, dict) for value in rope.values()]
     return [rope for rope in [*ropes, *nested] if isinstance(rope, dict)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 CONTROL, USER_DEFINED = 3, 4
 """Kinds of pieces that are marks."""
 _BEGIN = b"\x0a"
-"""Of a file whose first field is a piece; other programs have files of this name too."""
+"""First byte of a file whose first field is a piece; other programs have files of this name too."""
 
 
 class Piece(NamedTuple):

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 VOCABULARY = 128
 """Tokens that a short model knows at most."""
 SPREAD = 1.7
-"""Of the weights, times the root of the hidden size: the context then shows in what a model predicts."""
+"""Deviation of the weights, times the root of the hidden size: the context then shows in what a model
+predicts."""
 _FEWEST = 2
 """Layers, so that one comes behind another."""
 _NUMBERS = re.compile("idx|index|layer_id|layer_number|num_hidden_layers")
@@ -110,7 +111,7 @@ def _shortened(config: Any, count: int, lists: Sequence[str]) -> Any:
 
 
 def _kinds(model: Any, depth: int, lists: Sequence[str]) -> list[Hashable]:
-    """Return what each layer is: its modules, shapes and flags, and what `lists` of the configuration say.
+    """Return the kind of each layer: modules, shapes and flags, and its entries in the config's `lists`.
 
     Raises ValueError if no list of modules has `depth` layers.
     """
@@ -131,8 +132,8 @@ def _kinds(model: Any, depth: int, lists: Sequence[str]) -> list[Hashable]:
 
 
 def _description(layer: nn.Module, configs: Sequence[Any]) -> Iterator[Hashable]:
-    """Yield what decides how a layer computes. Its place among the layers, and the model's own `configs`,
-    are no part of it.
+    """Yield the properties that decide how a layer computes: neither its place among the layers nor the
+    model's own `configs`.
     """
     for path, module in layer.named_modules():
         yield path, type(module)

@@ -55,11 +55,11 @@ class SpecialTokens:
 
 
 NO_SPECIAL_TOKENS = SpecialTokens()
-"""Of a model of which nothing is known."""
+"""The special tokens of a model of which nothing is known."""
 
 
 def read_special_tokens(model_dir: Path) -> SpecialTokens:
-    """Return what the directory says; WeightsError for a file that is no JSON object."""
+    """Return the special tokens that the directory names; WeightsError for a file that is no JSON object."""
     names = set(files.file_names(model_dir))
 
     def read(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from rollout.environments.call_values import read_json
 
 _DEEPEST = 16
-"""Of references and unions in a schema."""
+"""Most references and unions within each other that are followed in a schema."""
 _KINDS: list[tuple[str, Any]] = [
     ("boolean", bool),
     ("integer", int),
@@ -142,7 +142,7 @@ def _item(schema: Schema, at: int) -> Any:
 
 
 def _read(text: str, types: set[str], choices: Sequence[Any]) -> Any:
-    """Return what a text says in one of the types; the text itself if it says nothing in these."""
+    """Return the value of a text in one of the types; the text itself if it has none in these."""
     stripped = text.strip()
     for choice in choices:
         if stripped in (choice, json.dumps(choice)):

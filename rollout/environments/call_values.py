@@ -128,7 +128,7 @@ class Reader:
         return name
 
     def items(self, end: str, item: Callable[[], T]) -> list[T]:
-        """Return what stands between commas, up to the mark `end`."""
+        """Return the items between commas, up to the mark `end`."""
         items: list[T] = []
         if self.take(end):
             return items
@@ -175,7 +175,7 @@ class Reader:
 
 
 def python_string(body: str) -> str:
-    """Return what a string of Python says. Characters that Python wants escaped may be there as they are:
+    """Return the text of a Python literal. Characters that Python wants escaped may be there as they are:
     chat templates put texts between quotes and change nothing. Raises ValueError for half a character.
     """
     text = re.sub(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", _unescaped, body, flags=re.DOTALL)

@@ -170,7 +170,7 @@ class ChatTemplate:
         self._is_shown = True
 
     async def _parser_of_template(self) -> str:
-        """Return what can read a call as the template writes it into the conversation."""
+        """Return the name of the parser that reads a call as the template writes it into the conversation."""
         template = self.with_tools([EXAMPLE_TOOL])
         call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
         plain = [*_ASKED, {"role": "assistant", "content": "0"}]

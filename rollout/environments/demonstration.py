@@ -201,7 +201,7 @@ def messages_before(task: Task) -> list[Message]:
 
 
 def said_by(message: Message) -> str:
-    """Return what a message says, for people: its words, or its other fields where it has none."""
+    """Return the text of a message, for people: its words, or its other fields where it has none."""
     more = {name: value for name, value in message.items() if name not in ("role", "content")}
     return message["content"] or json.dumps(more, ensure_ascii=False)
 

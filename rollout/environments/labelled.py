@@ -56,7 +56,7 @@ def _answer(task: Task) -> Message:
 
 
 def _reward(task: Task) -> float:
-    """Return what the label is worth."""
+    """Return the reward that the label is worth."""
     label = whole_number(task.get("label"))
     if (reward := _REWARDS.get(str(label).lower())) is None:
         raise TaskError(

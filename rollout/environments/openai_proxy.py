@@ -241,7 +241,7 @@ class Session:
 
 
 async def _all(work: Iterable[Awaitable[Completion]]) -> list[Completion]:
-    """Return what all of them return, once all have ended. Raises the first error."""
+    """Return the completions of `work`, once all have ended. Raises the first error."""
     outcomes = await asyncio.gather(*work, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

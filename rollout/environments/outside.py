@@ -55,7 +55,7 @@ def _scored(samples: list[Sample], end: dict[str, Any]) -> list[Sample]:
 
 
 def lost(fault: str) -> Sample:
-    """Return what stands for a sample that could not be made, and says why."""
+    """Return the Sample that stands for one that could not be made, and says why."""
     nothing = np.zeros(0)
     return Sample(
         nothing.astype(np.int32),

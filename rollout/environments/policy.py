@@ -349,14 +349,14 @@ def _routes(turns: Sequence[Completion], tokens: int) -> NDArray[np.int16] | Non
 
 
 def opening(task: Task) -> str | list[Message]:
-    """Return what a task says to the model first: its prompt, or its messages, without an answer at the end
-    of them.
+    """Return the beginning of a task's conversation: its prompt, or its messages, without an answer at the
+    end of them.
     """
     return task["prompt"] if "prompt" in task else without_answer(task)["messages"]
 
 
 def turns_of(prompt: Prompt) -> list[Turn]:
-    """Return what is said to the model, for people to read."""
+    """Return the turns of a prompt, for people to read."""
     if isinstance(prompt, str):
         return [Turn("environment", prompt)] if prompt else []
     if _is_chat(prompt):

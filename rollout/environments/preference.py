@@ -16,7 +16,7 @@ from rollout.trajectory import Sample
 log = logging.getLogger(__name__)
 
 REWARDS = {"chosen": 1.0, "rejected": 0.0}
-"""Of the answer in each of these fields of a task."""
+"""The reward of the answer in each of these fields of a task."""
 
 
 async def preference(

@@ -26,7 +26,7 @@ PYTHON_TOOL: Tool = {
         },
     },
 }
-"""As in the OpenAI API."""
+"""The tool's description, as in the OpenAI API."""
 LIMITS = Limits(wall_s=10.0, cpu_s=5)
 MOST_CALLS = 8
 """Turns with calls in an episode of `python`; the budget of tokens ends most earlier."""
@@ -36,9 +36,9 @@ _CUT = "\n[... {} characters are left out ...]\n"
 async def run_python(
     arguments: Mapping[str, Any], *, limits: Limits = LIMITS, most_characters: int = 4000
 ) -> str:
-    """Return what the model reads after a call of PYTHON_TOOL: what the program of `arguments` has printed,
-    the end of its error, or what is wrong with the call. A longer text is cut in its middle. As many programs
-    as there are cores run at the same time. Raises NoSandbox where the machine has none.
+    """Return the text that the model reads after a call of PYTHON_TOOL: the output of the program in
+    `arguments`, the end of its error, or what is wrong with the call. A longer text is cut in its middle. As
+    many programs as there are cores run at the same time. Raises NoSandbox where the machine has none.
     """
     code = arguments.get("code")
     if not isinstance(code, str) or set(arguments) != {"code"}:

@@ -22,10 +22,10 @@ class Segment:
     """What an iteration adds to a sample."""
 
     tokens: int | None
-    """At most so many; None: all that are left."""
+    """The most tokens that it adds; None: all that are left."""
     iteration: int
     policy_iteration: int
-    """As in Span."""
+    """The iteration whose training made the policy, as in Span."""
 
 
 async def advance(

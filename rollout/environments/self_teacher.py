@@ -39,7 +39,7 @@ class SelfTeacher:
         return cls(name.removeprefix(SELF), settings.teacher_template) if name.startswith(SELF) else None
 
     def of_task(self, task: Task, policy: Policy) -> "OfTask":
-        """Return what asks about the samples of a task."""
+        """Return the teacher of a task's samples."""
         return OfTask(self, task, policy)
 
     def hinted(self, task: Task, feedback: str | None = None) -> Task:

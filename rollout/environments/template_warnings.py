@@ -18,7 +18,7 @@ _FIELDS = (*SAID[1:], "name")
 async def template_warnings(
     tasks: TaskSet, shown: Sequence[int], policy: Policy, special_tokens: SpecialTokens, is_written: bool
 ) -> list[str]:
-    """Return what to warn of in the chat template of the policy's model, tried with the tasks `shown`.
+    """Return the warnings about the chat template of the policy's model, tried with the tasks `shown`.
     `policy` has the settings' stop strings. `is_written`: the run trains on given answers, no stop ends one.
     """
     warnings: list[str] = []

@@ -107,7 +107,7 @@ def _episode(
 
 
 def _reply(messages: list[dict[str, Any]], base_url: str, api_key: str) -> tuple[str, bool]:
-    """Return what the model says, and whether it was cut."""
+    """Return the model's text, and whether it was cut."""
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         json.dumps({"model": "policy", "messages": messages}).encode(),

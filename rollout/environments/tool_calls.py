@@ -21,7 +21,7 @@ from rollout.environments.call_values import (
 from rollout.environments.marked_calls import gemma4, glm, harmony, lfm2
 
 Tool = Mapping[str, Any]
-"""As in the OpenAI API: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""A tool as in the OpenAI API: {"type": "function", "function": {"name", "description", "parameters"}}."""
 MISTRAL_MARK = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -57,7 +57,7 @@ def with_calls(turn: Completion, parser: str, tools: Sequence[Tool], marked: str
 
 
 def _read(parser: str, text: str, schemas: Mapping[str, Any]) -> Found:
-    """Return what a parser finds, with None for what is no call of these functions."""
+    """Return the Found of a parser, with None for what is no call of these functions."""
     try:
         before, calls = PARSERS[parser](text, schemas)
     except (ValueError, RecursionError):

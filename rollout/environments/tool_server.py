@@ -27,7 +27,7 @@ class ToolServer:
         self._name = name
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """Return what a tool says to the model, as the content of a message: its result, with the pictures
+        """Return a tool's answer to the model, as the content of a message: its result, with the pictures
         that it shows, or what is wrong with the call, such as that it takes too long. Raises ToolServerError
         if the server has ended.
         """
@@ -120,7 +120,7 @@ def _function(tool: Any) -> Tool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the first error of a group of groups says, in one line."""
+    """Return the text of the first error in a group of groups, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split()) or type(error).__name__

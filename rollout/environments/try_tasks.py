@@ -146,7 +146,7 @@ def why_no_tools(sampling: Sampling, tokenizer: EngineClient) -> str | None:
 
 
 def _unseen(tasks: TaskSet) -> Iterator[str]:
-    """Yield what of the tasks is meant for the model, and does not reach it as it is meant."""
+    """Yield a warning for each part of the tasks that is meant for the model, and does not reach it so."""
     fields: dict[str, int] = {}
     roles: dict[str, int] = {}
     for index, task in enumerate(tasks.tasks):
@@ -272,7 +272,7 @@ async def _prompt(
 
 
 def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any]) -> Iterator[str]:
-    """Yield what is odd about the special tokens of a prompt."""
+    """Yield a warning for each oddity of the special tokens of a prompt."""
     special, ends = look.special_tokens, limits["end_ids"]
     first = [token for token in prompt[:4] if token in special]
     doubled = next((token for token, other in pairwise(prompt) if token == other and token in special), None)

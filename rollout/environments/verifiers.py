@@ -23,7 +23,7 @@ from rollout.trajectory import Sample
 log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 8
-"""As many groups at most are played at the same time; a process takes about 200 MiB."""
+"""Processes, and so groups that are played at the same time, at most; a process takes about 200 MiB."""
 
 
 def check(name: str, task: Task) -> None:

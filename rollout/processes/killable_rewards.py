@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 10.0
 """How long a library may take for a completion; most take a millisecond."""
 MOST_PROCESSES = 8
-"""As many processes at most call a sync function, unless the setting says otherwise."""
+"""Processes that call a sync function, at most, unless the setting says otherwise."""
 
 
 class LibraryReward:
@@ -83,7 +83,7 @@ class SyncReward:
     async def __call__(
         self, task: dict[str, Any], completion: str, *, timeout_s: float, processes: int | None
     ) -> Any:
-        """Return what the function returns. Raises CallFailed if it raises, CallLost if it takes longer than
+        """Return the function's value. Raises CallFailed if it raises, CallLost if it takes longer than
         `timeout_s` or ends its process.
         """
         self._pool.size = processes or min(MOST_PROCESSES, cores())

@@ -107,7 +107,7 @@ class ProcessPool:
         return self.submit(*arguments, deadline_s=deadline_s).result()
 
     def submit(self, *arguments: Any, deadline_s: float) -> "Future[Any]":
-        """As `call`, but return what will hold the value. A call that has not begun can be cancelled; its
+        """Begin a `call`, and return the Future of its value. One that has not begun can be cancelled; its
         deadline counts from its begin. TypeError if an argument is no JSON.
         """
         call = _Call(dumps(arguments).encode() + b"\n", deadline_s, Future())
@@ -135,7 +135,7 @@ class ProcessPool:
         self._workers += 1
 
     async def wait(self, *arguments: Any, deadline_s: float) -> Any:
-        """As `call`, in an event loop. If it is cancelled, the process that makes the call is killed."""
+        """Make a `call` in an event loop. If it is cancelled, the process that makes the call is killed."""
         future = self.submit(*arguments, deadline_s=deadline_s)
         try:
             return await asyncio.wrap_future(future)

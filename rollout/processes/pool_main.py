@@ -85,7 +85,7 @@ def _make(maker: str, parameters: list[Any]) -> Callable[..., Any]:
 
 
 def _as_number(value: Any) -> float:
-    """Return what JSON has no word for, e.g. a number of numpy, or a tensor that holds a single one."""
+    """Return a value that JSON has no word for as a number: one of numpy, or a tensor that holds one."""
     is_real = isinstance(value, numbers.Real | Decimal) or type(value).__name__ in ("bool", "bool_")
     if is_real or getattr(value, "ndim", None) == 0:  # numpy's bool is no Real
         return float(value)

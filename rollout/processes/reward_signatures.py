@@ -46,8 +46,8 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lacking(function: Callable[..., Any]) -> Callable[[dict[str, Any]], list[str]]:
-    """Return what says which fields a task would need for a function with the parameters of others; for any
-    other function it says none.
+    """Return a function that lists the fields that a task lacks for `function`, where that has the parameters
+    of another library's rewards; of any other function it lists none.
     """
     parameters = _parameters(function)
     convention = _convention(parameters)

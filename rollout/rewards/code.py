@@ -49,7 +49,7 @@ class CodeReward(SyncReward):
             raise ValueError(f"score={self._score}: give one of {', '.join(_SCORES)}")
         self.limits = Limits(**parameters)
         self.digest = hashlib.sha256(f"{self._score} {self.limits}".encode()).hexdigest()
-        """Of the parameters."""
+        """Digest of the parameters."""
         super().__init__("rollout.rewards.code:code", code, self._score, asdict(self.limits))
 
     @property

@@ -56,8 +56,8 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def ask(self, question: dict[str, Any], read: Callable[[Any], Any]) -> Any:
-        """Return what `read` makes of the answer, which is JSON. `read` raises ValueError for an answer that
-        cannot be used. Raises EndpointError.
+        """Return the value that `read` makes of the answer, which is JSON. `read` raises ValueError for an
+        answer that cannot be used. Raises EndpointError.
         """
         sent = json.dumps(question, sort_keys=True)
         if not self._cache:

@@ -118,7 +118,7 @@ def single_number(text: str) -> Fraction | None:
 
 
 def _expressions(text: str) -> Iterator[list[Fraction | None]]:
-    """Yield what each expression of a text is, in order: a number, the numbers of a list, or None."""
+    """Yield the value of each expression of a text, in order: a number, the numbers of a list, or None."""
     text = _LATEX_DECIMAL.sub(".", _with_ascii_digits(text))
     at = 0
     while match := _EXPRESSION.search(text, at):

@@ -69,7 +69,7 @@ class ServedReward:
         self._judge = _Judge(parameters) if is_judge else None
         prompt = self._judge.prompt if self._judge else ""
         self.digest = hashlib.sha256(f"{name}\n{prompt}".encode()).hexdigest()
-        """Of the URL, all parameters and the text of the prompt; a key is no part of it."""
+        """Digest of the URL, all parameters and the text of the prompt; a key is no part of it."""
 
     async def __call__(self, task: dict[str, Any], completion: str) -> Any:
         """Return the reward, or a dict with it. Raises EndpointError."""
@@ -171,7 +171,7 @@ class _Judge:
 
 
 def _reward(answer: Any) -> Any:
-    """Return what a reward model's server answers; ValueError unless it is a number or has a `reward`."""
+    """Return the reward in a reward model's answer; ValueError unless that is a number or has a `reward`."""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     if is_number or (isinstance(answer, dict) and "reward" in answer):
         return answer
@@ -189,7 +189,7 @@ def parse(name: str, known: Mapping[str, Callable[[str], Any]]) -> tuple[str, di
 
 
 def connect(url: str, parameters: Mapping[str, Any], cache: int) -> Endpoint:
-    """Return what asks a server; `parameters`: of CONNECTION. ValueError for a key that is not set."""
+    """Return the Endpoint of a server; `parameters`: of CONNECTION. ValueError for a key that is not set."""
     return Endpoint(
         url,
         {"Content-Type": "application/json", **_key(parameters.get("key_from"))},

@@ -16,5 +16,5 @@ def refuse_solution(answer: str) -> None:
 
 
 def behind_mark(answer: str) -> str:
-    """Return what stands behind the last `####` of an answer; all of it if there is none."""
+    """Return the text behind the last `####` of an answer; all of it if there is none."""
     return answer.rpartition("####")[2]

@@ -132,7 +132,7 @@ class Peer:
         return json.loads(line)
 
     def _written(self, value: Any) -> Any:
-        """Return what JSON can hold; `_read` makes the value of it."""
+        """Return a form of the value that JSON can hold; `_read` makes the value of it."""
         if isinstance(value, Remote):
             return {"yours": value.__dict__["_number"]}
         if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's

@@ -20,7 +20,7 @@ from typing import IO, Self
 from rollout.sandbox.jail import NO_JAIL
 
 OUTPUT_BYTES = 2**20
-"""Of stdout and of stderr so much is kept: the beginning."""
+"""Bytes of stdout, and of stderr, that are kept: the beginning."""
 _JAIL = str(Path(__file__).with_name("jail.py"))
 
 

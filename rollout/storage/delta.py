@@ -91,7 +91,7 @@ def _words(data: bytes) -> Words:
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of BLOCK_BYTES; the last one may be shorter."""
+    """Yield the bytes of `pieces` in blocks of BLOCK_BYTES; the last one may be shorter."""
     begun = bytearray()
     for piece in pieces:
         for begin in range(0, len(piece), BLOCK_BYTES):

@@ -45,12 +45,12 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
 
 
 def checksums(directory: Path, names: Sequence[str]) -> dict[str, FileFacts]:
-    """As files.checksums, of which only unknown files are read."""
+    """Return the size and sha256 of files; only files that are not known are read."""
     return files.checksums(directory, file_facts, names)
 
 
 def remembered(mark: list[Any], find: Callable[[], Any]) -> Any:
-    """Return what `find` tells of `mark`, asked once on this machine, unless it is None."""
+    """Return the answer of `find` about `mark`; it is asked once on this machine, unless it says None."""
     place = _place(mark)
     known = _read(place) if place else None
     if isinstance(known, dict) and known.get("mark") == mark:

@@ -85,7 +85,7 @@ class Call:
 
 
 under_way: dict[int, Call] = {}
-"""Of each thread, the one that it waits for."""
+"""The call that each thread waits for."""
 
 _SPACE: ContextVar[_Space | None] = ContextVar("space", default=None)
 

@@ -23,12 +23,12 @@ from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, SharedF
 
 THREADS = 8
 WRITEBACK_BYTES = 1 << 26
-"""Of a file that is to be durable: after so many the system begins to write them, while the next are hashed.
-By itself a machine with much memory begins when it is told to sync, and the processor waits meanwhile."""
+"""Bytes of a durable file after which the system begins to write them, while the next are hashed. By itself a
+machine with much memory begins when it is told to sync, and the processor waits meanwhile."""
 _WRITE = 2
 """SYNC_FILE_RANGE_WRITE."""
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Of Linux alone."""
+"""The C library's function, which Linux alone has."""
 
 
 class Sink:
@@ -191,7 +191,7 @@ def link(
 
 
 def copy_of(path: Path) -> Produce:
-    """Return what writes a copy of the file `path`."""
+    """Return the Produce of a copy of the file `path`."""
 
     def produce(sink: Sink) -> None:
         for piece in files.pieces(path):

@@ -218,7 +218,7 @@ def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
 
 
 def _column(fields: Mapping[str, Any], column: str) -> Any:
-    """Return what a column has, or what `COLUMN.FIELD` has within one; KeyError if nothing has this name."""
+    """Return the value of a column, or of `COLUMN.FIELD` within one; KeyError if nothing has this name."""
     if column in fields:
         return fields[column]
     first, dot, rest = column.partition(".")
@@ -229,7 +229,7 @@ def _column(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def _names(fields: Mapping[str, Any]) -> list[str]:
-    """Return what the fields are called, and those within them."""
+    """Return the names of the fields, and of those within them."""
     names: list[str] = []
     for name, value in fields.items():
         inside = _names(cast("dict[str, Any]", value)) if isinstance(value, dict) else []

@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
     file: str
     number: int
-    """Of the line in a file of JSON lines, else of the row. Counted from 1; a CSV's header is not counted."""
+    """Number of the line in a file of JSON lines, else of the row, from 1; a CSV's header is not counted."""
     fields: Any
     """By column; an object only if the file is right."""
 
@@ -60,6 +60,6 @@ def kind(file: str) -> str:
 
 
 def hint_by_beginning(file: str) -> str:
-    """Return what to do with a file by its first bytes, if they are those of another kind of file."""
+    """Return a hint what to do with a file whose first bytes are those of another kind of file, or none."""
     begin = next(files.pieces(Path(file)), b"")
     return next((f"; {way_out}" for first, way_out in _BEGINNINGS.items() if begin.startswith(first)), "")

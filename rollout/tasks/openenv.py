@@ -105,8 +105,8 @@ def schema_at(name: str) -> dict[str, Any]:
 
 
 def content_of(fields: Mapping[str, Any], names: Sequence[str]) -> Content:
-    """Return what the model reads of an observation, and sees. ServerFault if that is no text, and no
-    picture as rows of pixels of three numbers.
+    """Return the texts and pictures of an observation. ServerFault for one that is no text, and no picture as
+    rows of pixels of three numbers.
     """
     return content_with([_part(name, fields.get(name)) for name in names])
 

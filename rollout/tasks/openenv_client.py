@@ -30,7 +30,7 @@ CLOSE_S, HANG_UP_S = 5.0, 0.5
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 """Between two tries to get a session of a server that has no more of them."""
 MOST_BYTES = 2**26
-"""Of an answer: a picture of a million pixels is about 12 MB as lists of numbers."""
+"""Longest answer: a picture of a million pixels is about 12 MB as lists of numbers."""
 EXCERPT = 300
 """Characters of what a server says that an error shows."""
 
@@ -47,7 +47,7 @@ class Said(NamedTuple):
     """What reset and step return."""
 
     fields: dict[str, Any]
-    """Of the observation."""
+    """Fields of the observation."""
     reward: float | None
     done: bool
     metrics: dict[str, float]

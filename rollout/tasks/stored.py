@@ -14,7 +14,7 @@ _BUFFER_BYTES = 2**20
 
 
 class SomeTasks(Sequence[dict[str, Any]]):
-    """Those tasks of a sequence that have the given indices."""
+    """The tasks of a sequence that have the given indices."""
 
     def __init__(self, tasks: Sequence[dict[str, Any]], indices: Sequence[int]) -> None:
         self._tasks = tasks

@@ -33,7 +33,7 @@ STEP_TIMEOUT_S = 60.0
 KILLED_S = 5.0
 """How long a call may go on then before its process is ended."""
 Content = str | list[dict[str, Any]]
-"""Of a message: a text, or parts, with pictures as the OpenAI API has them."""
+"""Content of a message: a text, or parts, with pictures as the OpenAI API has them."""
 DEFAULT_SIZE = 500
 EVALUATION = 10
 """One seed in 10 belongs to evaluation."""
@@ -163,7 +163,7 @@ class TextEnvironment:
         return ("" if ends else self._content(observation, "step")), float(reward), ends, metrics
 
     def _content(self, observation: Any, where: str) -> Content:
-        """Return what the model is shown: a text, a picture (an array), or what a dict has of them. With
+        """Return the Content of an observation: a text, a picture (an array), or those that a dict has. With
         `render_mode` rgb_array, as in Gymnasium, what `render` returns comes last.
         """
         shown = [*observation.values()] if isinstance(observation, dict) else [observation]

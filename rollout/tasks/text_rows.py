@@ -57,7 +57,7 @@ def read_json(file: str, _images: str) -> Iterator[Row]:
 
 
 def _way_out(file: str) -> str:
-    """Return what to do with a file that holds no JSON lines, as which it is read."""
+    """Return the advice for a file that is read as JSON lines, and holds none."""
     suffix = Path(file).suffix.lower()
     if suffix in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"):
         return "; it is packed: unpack it first"

@@ -46,7 +46,7 @@ class Generation:
     """0: all tokens."""
     min_p: float = 0.0
     pictures: Sequence[tuple[Shown, int]] = ()
-    """Those of the prompt, each with the place of its first token."""
+    """The pictures of the prompt, each with the place of its first token."""
     skip_special: bool = True
     """Whether special tokens are left out of the text, also where stop strings are searched."""
     with_routes: bool = False

@@ -39,8 +39,8 @@ zamba2, which do not bound the time step as their prefill does, make 4e-5."""
 
 
 def batch_maker(model: PreTrainedModel) -> BatchMaker:
-    """Return what makes the fastest batch in which each row computes what it would compute alone. It holds
-    for other weights of the model too. Unless it is PaddedBatch, a log line says so.
+    """Return the BatchMaker of the fastest batch in which each row computes what it would compute alone. It
+    holds for other weights of the model too. Unless it is PaddedBatch, a log line says so.
     """
     with torch.inference_mode():
         short = short_model(model, model.dtype)
@@ -54,7 +54,7 @@ def batch_maker(model: PreTrainedModel) -> BatchMaker:
 
 
 def _found(model: PreTrainedModel) -> BatchMaker | None:
-    """Return what makes the fastest batch that is right; None if no batch with a cache is."""
+    """Return the BatchMaker of the fastest batch that is right; None if no batch with a cache is."""
     if _pads_well(model):
         return PaddedBatch
     return Cohorts if _agrees(model, Cohorts) else None

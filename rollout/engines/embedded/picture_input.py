@@ -25,7 +25,7 @@ from rollout.engines.model_facts import feature_token
 from rollout.pictures import digest_of, open_picture
 
 REMEMBERED_BYTES = 2**28
-"""Of pixels, for the samples of a group and for the same picture in several microbatches."""
+"""Bytes of pixels that are kept, for the samples of a group and for a picture in several microbatches."""
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 """What processors return of the words."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")

@@ -45,7 +45,9 @@ class Routes:
         return torch.stack(self._taken, 1).to(torch.int16).cpu().numpy()
 
     def choose(self, layer: int, scores: Tensor, usual: Any) -> Any:
-        """Return what topk should return of a layer's `scores` (tokens, experts), for its `usual` choice."""
+        """Return the values and indices for topk of a layer's `scores` (tokens, experts), whose own choice is
+        `usual`.
+        """
         if self.replayed is None:
             self._taken[layer] = usual.indices
             return usual

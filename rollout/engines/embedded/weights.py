@@ -82,7 +82,7 @@ class ModelWeights:
 
 
 def auto_model(model_type: str) -> Any:
-    """Return what transformers loads models of a type with."""
+    """Return the class with which transformers loads models of a type."""
     takes_pictures = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     is_of_text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return AutoModelForImageTextToText if takes_pictures and not is_of_text else AutoModelForCausalLM

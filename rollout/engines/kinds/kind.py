@@ -1,8 +1,15 @@
 """A kind of engine: what the rest of the code asks of it, before and after a server is started.
 
-For a further one: a class in a file beside this, a line in rollout.engines.kinds.choice, and its name in
-EngineSettings.kind. Its server answers EngineClient; if it is administered by other calls than EngineAdmin
-makes, `admin` returns its own.
+The places of a further one:
+
+- a file beside this with its class, and its name in EngineSettings.kind
+- choice.py: KINDS; `any_kind`, where a run may have it on some nodes only; PACKAGES and VARIABLES, if there
+  are packages whose versions are noted, or variables that it is started with whatever the user sets
+- its server, which answers EngineClient. If EngineAdmin does not fit its calls, `admin` returns another one.
+  EngineAdmin reads vLLM's configuration: without it `can_prove` is False, and `facts` has defaults
+- coordinator/start/odd_settings.py and refusals_of_tasks.py, where a start warns of a kind, or refuses it
+- tests/engines/engines.py: its KINDS are what all tests of engines are run with
+- the table of engines in docs/gpus.md
 """
 
 import os
@@ -42,7 +49,7 @@ class EngineKind:
     """The engine of a node with this number of GPUs, which this Python would run."""
 
     name: str
-    """As people read it, with why it is taken."""
+    """What people read: its name, and why it is taken."""
     dtype = "", ""
     """What chooses its number type, and that type; empty if it is not known."""
     proves: bool | None = None
@@ -95,7 +102,7 @@ class EngineKind:
         raise NotImplementedError
 
     def admin(self, url: str) -> EngineAdmin:
-        """Return what administers its server at `url`."""
+        """Return the administration of its server at `url`."""
         return EngineAdmin(url)
 
     def facts(self, admin: EngineAdmin, server: Server | None) -> EngineFacts:

@@ -69,7 +69,8 @@ _UNSEEN = {
 """Arguments that do not go with pictures, and why."""
 _WHOLE_UUID = re.compile("GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 WEIGHTS_SHARE = 0.6
-"""Of a GPU's memory: of the 0.85 that vLLM takes, a quarter is left to keys and values, and to computing."""
+"""Part of a GPU's memory for weights: of the 0.85 that vLLM takes, a quarter is left to keys and values, and
+to computing."""
 
 
 ROUTES = "enable-return-routed-experts"

@@ -17,7 +17,11 @@ SLOWER = 1.3
 
 
 class Claimed:
-    """Gives out the slots that this node claims; what it has in flight from before counts too."""
+    """Gives out the slots that this node claims, chunk by chunk.
+
+    It is asked for one slot after the other (`take`), and claims the next chunk when it has none left; at the
+    end one spare slot after the other. The slots that the node has in flight from before count as needed too.
+    """
 
     def __init__(
         self,
@@ -35,10 +39,17 @@ class Claimed:
         guests: GuestChunks | None = None,
         own_chunks: OwnChunks | None = None,
     ) -> None:
-        """`kept`: how many slots the node has in flight; `again`: those it begins with; `slots_of` reads what
-        a slot is; `meter` says how fast this node is; `pause_s`: the longest pause between two looks, each
-        of which calls `on_look`; `lost` says which ranks are lost; `rest_of` looks what a guest has left of a
-        chunk; `guests`: of the master alone, `own_chunks`: of a guest alone.
+        """Claim by a `plan` with chunks (see `rollout_steps.plan`).
+
+        - `kept`: how many slots the node has in flight
+        - `again`: the slots it begins with
+        - `slots_of`: reads the tasks of slots
+        - `meter`: how fast this node is
+        - `pause_s`: the longest pause between two looks at the claims, each of which calls `on_look`
+        - `lost`: which ranks are lost
+        - `rest_of`: looks what a guest has left of a chunk
+        - `guests`: the master's view of guests; None for others
+        - `own_chunks`: those of a guest; None for others
         """
         self._chunks = Chunks.from_json(plan)
         self._spare: list[int] = [] if own_chunks else list(plan["spare"])
@@ -70,8 +81,8 @@ class Claimed:
         """Seconds in which this node had nothing to make, and left to others what was free."""
         self.needed = kept + len(again)
         self._late = 0
-        """Of those needed: how many guests still make while nothing is free. Nobody waits for them for
-        longer than for late groups of nodes (completion_threshold).
+        """Needed groups that guests still make while nothing is free. Nobody waits for them for longer than
+        for late groups of nodes (completion_threshold).
         """
         self._has_more = bool(self._free)
         self.total = len(again) + sum(len(chunk.slots) for chunk in self._chunks.chunks) + len(self._spare)

@@ -45,7 +45,7 @@ HANGS_S = 5.0
 
 
 class Stop(Protocol):
-    """As threading.Event, for those who only look."""
+    """A threading.Event, for those who only look."""
 
     def is_set(self) -> bool:
         """Return whether something has ended the phase."""
@@ -322,8 +322,8 @@ class CollectorHost:
         return None
 
     def _failure(self, error: dict[str, Any]) -> Exception:
-        """Return what an error of the collector means. One that nobody expects ends its process, which user
-        code may have spoiled.
+        """Return the exception for an error of the collector. One that nobody expects ends its process, which
+        user code may have spoiled.
         """
         failure = error_of(error)
         if error["kind"]:

@@ -63,7 +63,7 @@ class Order:
     root: str
     """The run directory."""
     incarnation: int
-    """Of the node's process."""
+    """Incarnation of the node's process."""
     crew: Crew
     quota: Quota
     origin: Origin
@@ -87,7 +87,7 @@ class Order:
     again: Sequence[int] = ()
     """Slots that are made in any case, before the others."""
     alone: Sequence[int] = ()
-    """Of these, slots in whose making a collector has ended: they are made one at a time, first."""
+    """Slots of `again` in whose making a collector has ended: they are made one at a time, first."""
     given_up: Mapping[int, str] = field(default_factory=dict[int, str])
     """Slots that are given up, and why."""
     slots: Sequence[int] = ()

@@ -82,7 +82,7 @@ class Process:
         self.spool = spool
         self._pid = os.getpid()
         self._number = 0
-        """Of the order that is being done, or was done last."""
+        """Number of the present or last order."""
         self._box = Mailbox.of_collector(spool, 0)
         self._making: Making | None = None
         self._writer: PartWriter | None = None
@@ -194,7 +194,7 @@ class Process:
         self._box.send({"ended": ended})
 
     async def _made_by(self, order: Order) -> Making:
-        """Return what makes the order's groups: what is in flight, if the order goes on with that."""
+        """Return the Making of the order's groups: the one in flight, if the order goes on with that."""
         if self._making is not None and self._making.key != order.key:
             ended, self._making = self._making, None
             await ended.end()
@@ -296,7 +296,7 @@ class Process:
     async def _source(
         self, order: Order, run_dir: RunDir, collector: Collector, kept: int, again: Sequence[int]
     ) -> Source:
-        """Return what gives out the slots of an order, those of `again` first; `kept` are in flight."""
+        """Return the Source of an order's slots, those of `again` first; `kept` are in flight."""
         if order.claimed is None:
             slots = await self._slots_of(order, [*again, *order.slots])
             return Listed(slots, len(again) + order.needed, kept)

@@ -23,7 +23,7 @@ class Work:
     given_out: set[int] = field(default_factory=set[int])
     """Slots that the collector has asked for."""
     begun: set[int] = field(default_factory=set[int])
-    """Of these, those that are being made."""
+    """Slots that are being made."""
     alone: int | None = None
     """The one that is being made while no other is."""
     durable: set[int] = field(default_factory=set[int])

@@ -41,8 +41,8 @@ class Begun:
 def left_by(
     run_dir: RunDir, iteration: int, made_with: Mapping[str, Any]
 ) -> tuple[list[Begun], list[int], list[int]]:
-    """Return what `iteration` has left unfinished for the next one, with the tasks; then the tasks to begin
-    again, because the next one is `made_with` another sampling or environment.
+    """Return the groups that `iteration` has left unfinished for the next one, and their tasks; then those
+    tasks to begin again, because the next one is `made_with` another sampling or environment.
     """
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
     unfinished: list[int] = manifest.get("unfinished", [])

@@ -93,7 +93,7 @@ def ensure_batch(
 
 
 def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
-    """Return what a batch depends on, as JSON has it; the manifests have the sampling."""
+    """Return all that a batch depends on, as JSON has it; the manifests have the sampling."""
     trainer = settings.trainer.model_dump(mode="json")
     shaping = {f"trainer.{name}": trainer[name] for name in marked(TrainerSettings, Mark.SHAPES_BATCH)}
     if trainer["sources"]:

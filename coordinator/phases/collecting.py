@@ -122,7 +122,7 @@ def generates(share: Share) -> bool:
 
 
 def _order(node: Node, iteration: Iteration, share: Share) -> Order:
-    """Return what this node's collector is to make of a share."""
+    """Return the Order of a share for this node's collector."""
     plan, rank = share.plan, node.rank
     named = {"": (share.functions, share.origin.sampling)}
     named |= {

@@ -39,7 +39,7 @@ def is_finished(node: Node) -> bool:
 
 
 def open_when_ready(node: Node) -> int | None:
-    """Return the same, once the other crew has published what the iteration needs."""
+    """Return the iteration of `open_next`, once the other crew, if any, has published what it needs."""
     other = node.other_crew
     if other is None:
         return open_next(node)
@@ -89,8 +89,8 @@ def _say_news(node: Node) -> None:
 
 
 def lacks(node: Node, number: int | None) -> str:
-    """Return what has to be published before iteration `number` is opened, or, where that is None, before the
-    crew ends: a manifest may have to be made again. Empty: nothing.
+    """Return in words what has to be published before iteration `number` is opened, or, where that is None,
+    before the crew ends: a manifest may have to be made again. Empty: nothing.
     """
     if number is None:
         return "" if is_finished(node) else f"the training of iteration {node.settings.iterations}"

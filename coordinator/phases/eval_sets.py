@@ -93,7 +93,7 @@ def own_slots(settings: RunSettings, inputs: Inputs) -> int:
 
 
 def chosen_sets(settings: RunSettings, inputs: Inputs, sampling: Sampling) -> list[dict[str, Any]]:
-    """Return what the settings say of the named sets, for a new iteration.json. `sampling`: that of the
+    """Return the entries of the named sets in a new iteration.json, by the settings. `sampling`: that of the
     training, from which a set has what it cannot say itself.
     """
     begin, sets = own_slots(settings, inputs), list[SetSlots]()
@@ -158,7 +158,7 @@ def scores(
     settings: RunSettings,
     inputs: Inputs,
 ) -> dict[str, Any]:
-    """Return what an evaluation's manifest says of the scores.
+    """Return the scores of an evaluation, for its manifest.
 
     `reward`, `error`, `pass_at` and `metrics` are of the tasks of --eval-tasks; without these `reward` is the
     mean over the named sets, each counted once, if all have a score. `sets` has the scores of each named set,

@@ -57,7 +57,7 @@ def guest_loop(node: Node) -> None:
 
 
 def _next(guest: Guest, board: Board) -> Next | None:
-    """Return what is to be done in the phase that the master is in, if that is not done yet."""
+    """Return the Next work in the phase that the master is in, if that is not done yet."""
     number, phase = guest.newest_phase(board)
     if phase not in COLLECTS:
         if not number or phase < Phase.CHECKPOINT:

@@ -64,7 +64,7 @@ class Guest(Node):
         return self.newest_phase(self.watch.board) >= (iteration, phase)
 
     def phase_stop(self, iteration: int, phase: Phase) -> Stop:
-        """Return what says that a phase has ended: nobody waits for this guest to say that it is done."""
+        """Return the Stop that is set when a phase has ended: nobody waits for this guest to be done."""
         return _PhaseStop(self, iteration, phase)
 
     def first_part(self) -> int:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(node: Node, iteration: Iteration) -> Payload:
-    """Return what phase 9 says of the next iteration; nothing where no node may begin with it ahead."""
+    """Return the next iteration's keys in phase 9's document; none where no node may begin with it ahead."""
     settings, number = node.settings, iteration.number
     chosen = settings.checkpoints.head_start
     is_wanted = (

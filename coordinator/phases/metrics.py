@@ -230,8 +230,8 @@ def _rewards_by_source(
 
 
 def _trained_by_source(trained: Mapping[str, float]) -> dict[str, dict[str, float] | None]:
-    """Return what training has measured for each source of tasks, by the name of the metric; None for what it
-    has not.
+    """Return the values of each source of tasks that training has measured, by the name of the metric; None
+    for a metric that it has not.
     """
     measured: dict[str, dict[str, float] | None] = {}
     for name in (f"{statistic}_by_source" for statistic in BY_SOURCE):

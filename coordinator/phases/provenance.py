@@ -36,13 +36,13 @@ SAMPLING = {
 }
 """The settings of sampling, by the field of Sampling."""
 EVAL_SAMPLING = [name for name in SAMPLING if name in EvalSettings.model_fields and name != "max_tokens"]
-"""Those that an evaluation has for itself, but for `max_tokens`, which is that of training by default."""
+"""Fields of Sampling that an evaluation has settings for, but for `max_tokens`: training's, by default."""
 _BEFORE = Sampling()
 """What holds for a field that an older iteration.json has not."""
 
 
 def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
-    """Return what the settings say that a new iteration is made with, for its iteration.json."""
+    """Return the sampling, rewards and environments that the settings name, for a new iteration.json."""
     train, evaluation = settings.rollout, settings.eval
     sampling = Sampling(**{field: getattr(train, name) for field, name in SAMPLING.items()})
     eval_sampling = replace(
@@ -62,7 +62,7 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
 
 
 def origin_of(opened: Mapping[str, Any], kind: Kind, policy: str, policy_iteration: int) -> Origin:
-    """Return what the parts of an iteration are made with; `opened` is its iteration.json."""
+    """Return the Origin of an iteration's parts; `opened` is its iteration.json."""
     sampling = opened["sampling" if kind == "train" else "eval_sampling"]
     origin: dict[str, Any] = {"policy": policy, "policy_iteration": policy_iteration, "sampling": sampling}
     if kind == "eval":
@@ -71,8 +71,8 @@ def origin_of(opened: Mapping[str, Any], kind: Kind, policy: str, policy_iterati
 
 
 def made_with(iteration: Iteration, kind: Kind, functions: Mapping[str, Functions] | None = None) -> Origin:
-    """Return what an iteration's parts are made with: with the code that it was opened with, or, if given,
-    with that of `functions` (see functions_of).
+    """Return the Origin of an iteration's parts: with the code that it was opened with, or, if given, with
+    that of `functions` (see functions_of).
     """
     header = iteration.header
     origin = origin_of(iteration.opened, kind, header["policy"], header["policy_iteration"])
@@ -129,7 +129,7 @@ def are_servers(*teachers: str | None) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """As a person types it; lists and dicts, whose strings may hold line ends, as JSON."""
+    """Return a value as a person types it; lists and dicts, whose strings may hold line ends, as JSON."""
     return json.dumps(value) if isinstance(value, list | dict) else show(value)
 
 
@@ -173,7 +173,7 @@ def functions_of(opened: Mapping[str, Any]) -> dict[str, Functions]:
 
 
 def codes_of(functions: Mapping[str, Functions]) -> dict[str, Code]:
-    """Return what lies behind the names of functions_of, by setting."""
+    """Return the Code behind each name of functions_of, by setting."""
     codes = functions[OWN].codes()
     for name, loaded in functions.items():
         codes |= loaded.codes(f"{SECTION}{name}") if name != OWN else {}

@@ -85,7 +85,7 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
 
 
 def described(opened: Mapping[str, Any], generates: bool) -> Payload:
-    """Return what a header says of an iteration.json, with the code behind its functions if they are used."""
+    """Return the header's part about an iteration.json, with the code of its functions if they are used."""
     code = codes_of(functions_of(opened)) if generates else {}
     return {
         # The average of a curriculum is long, and for the master alone.
@@ -142,7 +142,7 @@ def _changes(node: Node, opened: Mapping[str, Any], begun: bool) -> list[str]:
 
 
 def _chosen(node: Node) -> dict[str, Any]:
-    """Return what the settings say that an iteration is made with, and of."""
+    """Return the entries of iteration.json that the settings decide: what it is made with, and of."""
     quota = Quota.from_settings(node.settings.rollout)
     needed = {"groups": quota.needed, "replace_flat": quota.replace_flat}
     teacher = SelfTeacher.from_settings(node.settings.rollout)
@@ -214,7 +214,7 @@ def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str,
 
 
 def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int], list[int]]:
-    """Return what the iteration before has left unfinished; see unfinished_samples.left_by."""
+    """Return the groups that the iteration before has left unfinished; see `unfinished_samples.left_by`."""
     return unfinished_samples.left_by(node.run_dir, iteration.number - 1, _chosen(node))
 
 
@@ -239,7 +239,7 @@ def collect_train(node: Node, iteration: Iteration) -> Payload:
 
 
 def share_of(node: Node, iteration: Iteration) -> Share:
-    """Return what this node generates by the plan of an iteration."""
+    """Return this node's Share of the plan of an iteration."""
     opened, functions = iteration.opened, agreed_functions(node, iteration)
     return Share(
         kind="train",

@@ -28,10 +28,13 @@ def plan(
     """Say who makes the slots that no part of `origin` holds yet; slot k is task `order[k]`. What was given
     up before this master has started is made again: the code, or what it needs, may have been mended.
 
-    `short`: how many groups are needed beyond the slots left. `kept`, by rank (as JSON writes it): slots that
-    it has in flight from the epoch before. Split by weight, by rank:
-    `shares`, its slots in the order in which it takes them, spare ones last; `needed`, how many groups of
-    them it is to make. Claimed: the chunks (protocol.chunks), and the `spare` slots.
+    The keys of the plan; ranks are texts, as JSON writes them:
+
+    - `short`: how many groups are needed beyond the slots left
+    - `kept`: by rank, the slots that it has in flight from the epoch before
+    - `shares`, where slots are split by weight: by rank, its slots in their order, spare ones last
+    - `needed`, where slots are split by weight: by rank, how many groups of its share it is to make
+    - `chunks`, `first`, `paces` (protocol.chunks.Chunks) and `spare`, where slots are claimed
     """
     directory = node.run_dir.trajectories(kind, iteration.number)
     started_after = node.identity.newest_epoch

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def turns(sample: Sample) -> int:
     """How often something was generated."""
     mask: Any = sample.loss_mask
     return int((mask[1:] > mask[:-1]).sum())
+
+
+def test_page_has_every_field_of_a_sample() -> None:
+    table = PAGE.partition("### What a sample has\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(field.name for field in fields(Sample))
 
 
 def test_environment_plays_several_turns(here: Path, server: RunningServer) -> None:

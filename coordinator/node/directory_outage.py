@@ -60,8 +60,8 @@ class Outage:
         return self._watch.away is not None or not self._is_mounted()
 
     def gone(self) -> str:
-        """Return what is said if the run directory's mount is as before, and does not list the run; else
-        nothing. A mount that is gone itself may come back, so it is waited for.
+        """Return a message if the run directory's mount is as before, and does not list the run; else an
+        empty text. A mount that is gone itself may come back, so it is waited for.
         """
         if not self._is_mounted() or is_listed(self._identity.run_dir.run_json):
             return ""

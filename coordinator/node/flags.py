@@ -1,4 +1,4 @@
-"""The words of nodes to each other: flags that are raised, waited for and read."""
+"""Raise, await, read and remove flags: files by which nodes say that a phase is done, or call each other."""
 
 import json
 import time
@@ -44,7 +44,7 @@ def read_flag(run_dir: RunDir, flag: Flag) -> Payload:
 
 
 def call_document(run_dir: RunDir, flag: Flag) -> Payload:
-    """Return what a call says; its `text` only says that it was raised if nobody can read it."""
+    """Return the document of a call; its `text` only says that it was raised if nobody can read it."""
     try:
         document = read_flag(run_dir, flag)
         return {**document, "text": str(document["text"])}
@@ -131,7 +131,7 @@ class Flags:
         self._raised[flag] = payload
 
     def wait_until(self, ready: Callable[[Board], Any]) -> Any:
-        """Return what `ready` gives, once it is not None; `check` raises what ends the wait. What has been
+        """Return the value of `ready`, once it is not None; `check` raises what ends the wait. What has been
         listed is not listed again: a flag that is up stays up until nobody needs it.
         """
         if (result := ready(self._watch.board)) is not None:

@@ -18,7 +18,7 @@ class Guests:
         self._run_dir = run_dir
         self._watch = watch
         self._hosts: dict[int, str] = {}
-        """Of those that were there last."""
+        """Hosts of the guests that were there last, by rank."""
         self.have_come = False
         """Whether any guest was there."""
 

@@ -77,7 +77,7 @@ class Identity(Start):
         return peer
 
     def describe(self) -> dict[str, Any]:
-        """Return what a heartbeat says of it."""
+        """Return the heartbeat's fields about it."""
         try:
             peer = self.find_address()
         except network.NetworkError:  # whoever waits for the address says so

@@ -26,9 +26,9 @@ class Iteration:
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of each phase, by label, as this process finished it last; epochs before count."""
     ended_in: dict[str, int] = field(default_factory=dict[str, int])
-    """The epoch of that, by label."""
+    """The epoch in which this process finished each phase last, by label."""
     work_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Of these, the seconds of this node's own work."""
+    """Seconds of this node's own work in each phase, by label."""
     copied: Policy | None = None
     """The policy that this iteration has trained, in a copy on this machine, while its checkpoint is not
     durable."""
@@ -40,7 +40,7 @@ class Iteration:
     """Seconds of a phase in which this node had nothing to do but to see whether others leave something."""
 
     def again(self) -> "Iteration":
-        """Return the same iteration as another epoch begins it, with the times of what is finished."""
+        """Return this iteration as another epoch begins it, with the times of what is finished."""
         begun = Iteration(self.number, self.begun_s, ahead_s=self.ahead_s)
         begun.phase_s, begun.work_s = dict(self.phase_s), dict(self.work_s)
         begun.ended_in, begun.progress = dict(self.ended_in), self.progress

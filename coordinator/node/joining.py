@@ -56,8 +56,9 @@ class Joining:
         self._is_unseen = False
         self._failed_starts = FailedStarts(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
+        """By rank: the incarnation of a process, and the content of its heartbeat."""
         self._unreached: network.NetworkError | None = None
-        """What a process of each rank has said of its node, with its incarnation."""
+        """The error of the last search for an address; None: one was found."""
 
     @property
     def _cluster(self) -> ClusterSettings:
@@ -261,7 +262,9 @@ class Joining:
         }
 
     def _contents_of(self, beats: Mapping[int, Beat]) -> dict[int, dict[str, Any]]:
-        """Return what beats say of their nodes, without those that cannot be read; once for each process."""
+        """Return the contents of beats, by rank, without those that cannot be read; each process's is read
+        once.
+        """
         known = {rank: (beat.incarnation, self._known.get(rank)) for rank, beat in beats.items()}
         new = {
             rank: beats[rank] for rank, (number, before) in known.items() if not before or before[0] != number

@@ -41,7 +41,7 @@ class Messages:
         return f"To resume: {self.resume_command()}"
 
     def resume_command(self, options: str = "") -> str:
-        """Return what a person types to start the run again; the settings are kept."""
+        """Return the command that starts the run again; the settings are kept."""
         if all_nodes := os.environ.get(STARTED_BY):
             return f"{all_nodes}{options}"
         others = f", and run --worker RANK --log-path {self._path} on each other machine"
@@ -49,12 +49,12 @@ class Messages:
         return f"{self.master_command()}{options}{'' if is_alone else others}"
 
     def master_command(self) -> str:
-        """Return what a person types to start the master."""
+        """Return the command that starts the master."""
         return f"run --master --log-path {self._path}"
 
     def finished(self, done: int) -> str:
-        """Return what there is to say of a run that has `done` its iterations, and how it can go on; an
-        evaluation cannot.
+        """Return the message of a run that has `done` its iterations, and how it can go on; an evaluation
+        cannot.
         """
         if self._identity.settings.kind == "eval":
             return "the evaluation is finished"
@@ -62,14 +62,14 @@ class Messages:
         return f"the run is finished, with {done} iteration{'s' * (done != 1)}; to go on, for example: {more}"
 
     def node_command(self, rank: int) -> str:
-        """Return what a person types to start a node."""
+        """Return the command that starts a node."""
         if rank >= GUESTS:
             return f"run guest --log-path {self._path}"
         machine = self._identity.run_dir.machine(rank)
         return f"run --worker {machine} --log-path {self._path}" if machine else self.master_command()
 
     def doctor_command(self) -> str:
-        """Return what a person types to try the shared directory."""
+        """Return the command that tries the shared directory."""
         return f"run doctor --log-path {self._path}"
 
     def failure(self, error: BaseException) -> str:
@@ -78,14 +78,14 @@ class Messages:
         return f"{me.name} ({me.host}) failed{self._position.where()}: {error}"
 
     def interrupted(self, name: str) -> str:
-        """Return what the signal of this name means."""
+        """Return the message about a signal of this name."""
         me = self._identity
         return (
             f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair(me.rank)}"
         )
 
     def hangs(self, number: int, call: Call) -> str:
-        """Return what keeps this node from ending at a signal, and what becomes of it."""
+        """Return the message about a call that keeps this node from ending at a signal."""
         me, name = self._identity, signal.Signals(number).name
         return (
             f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}, but the shared "
@@ -94,7 +94,7 @@ class Messages:
         )
 
     def unseen(self, master_host: str, limit_s: float) -> str:
-        """Return what a worker says whose heartbeats do not get to the master."""
+        """Return the message of a worker whose heartbeats do not get to the master."""
         return (
             f"the master ({master_host}) has seen no heartbeat of {self._identity.name} "
             f"({self._identity.host}) for {limit_s:.0f} s, while its own arrive here. Try the directory on "
@@ -120,12 +120,12 @@ class Messages:
         return f"{name} ({heartbeat['host']}; {seen})"
 
     def master_is_lost(self) -> str:
-        """Return what a worker says while it holds for its master."""
+        """Return the message of a worker while it holds for its master."""
         again = f"to bring it back, on that machine: {self.node_command(MASTER)}"
         return f"holding: {self.of_rank(MASTER)} is lost; {again}"
 
     def of_verdict(self, verdict: Verdict) -> str:
-        """Return what a verdict means, for the person at this node."""
+        """Return the message about a verdict, for the person at this node."""
         if verdict.event is Event.SUPERSEDED:
             return self.superseded()
         text = self.called(verdict.flag)
@@ -156,5 +156,5 @@ class Messages:
         return f"{me.name} was taken over by {by}; this process ends"
 
     def called(self, flag: Flag | None) -> str:
-        """Return what a node said with a call; nothing without one."""
+        """Return the text of a node's call; an empty one without a call."""
         return read_call(self._identity.run_dir, flag) if flag else ""

@@ -145,8 +145,8 @@ class Node:
         self.phase_endings.check()
 
     def reading(self) -> Moved:
-        """Return what is told of each piece that this phase reads: it is progress, and a phase that has ended
-        is not read to its end. For any thread.
+        """Return a function to call with the size of each piece that this phase reads: that counts as
+        progress, and raises what has ended the phase. For any thread.
         """
         count = self.position.count_bytes()
 
@@ -208,7 +208,7 @@ class Node:
             raise unreached[0]
 
     def _describe(self) -> dict[str, object]:
-        """Return what a heartbeat says."""
+        """Return the content of a heartbeat."""
         return {**self.identity.describe(), "gpus": self.gpus.latest, **self.position.describe()}
 
     def _place(self) -> tuple[int, int]:
@@ -216,7 +216,7 @@ class Node:
         return self.watch.incarnation, current.epoch if current is not None else 0
 
     def phase_stop(self, _iteration: int, _phase: Phase) -> Stop:
-        """Return what says that a phase has ended for this node."""
+        """Return the Stop that is set when a phase has ended for this node."""
         return self.watch.stop
 
     def first_part(self) -> int:
@@ -349,10 +349,10 @@ class Node:
     ) -> None:
         """Run one phase: act if it is ours, raise our flag, wait for the master's.
 
-        Where the master acts alone, the document of its flag is the phase's result. Else it acts, waits for
-        the flags of all, concludes with `then` from their payloads, and raises its own flag last; the
-        conclusion is its own. Every node does what is in `before`, whoever acts, and in `after`, once the
-        phase is done.
+        Where the master acts alone, the document of its flag is the phase's result. Else all act, and it
+        waits for the flags of all, makes a result of their payloads with `then`, and raises its own flag
+        last, which is empty: the master alone has this result. Every node does what is in `before`, whoever
+        acts, and in `after`, once the phase is done.
         """
         if not iteration.has(phase, self.settings):
             return

@@ -63,7 +63,7 @@ class PhaseEndings:
         self.say_who_is_lost()
 
     def ending_of(self, verdict: Verdict) -> Exception:
-        """Return what a verdict does to this node."""
+        """Return the exception that a verdict means for this node."""
         me = self._identity
         text = self._messages.of_verdict(verdict)
         return ending(verdict, text, me.is_master, me.settings.cluster.on_node_failure)
@@ -78,7 +78,7 @@ class PhaseEndings:
             raise self._watch.error
 
     def check_training(self) -> None:
-        """As `check`, for the training phase: its job cannot go on without a node that is lost."""
+        """Raise as `check` does; in the training phase also where a node is lost: its job cannot go on."""
         self.check()
         if lost := self._watch.board.called(self._watch.record.epoch, "lost"):
             raise TrainerFailed(f"the job lost a peer: {self._messages.called(lost[0])}")

@@ -29,7 +29,9 @@ UNITS = {
 
 @dataclass
 class _Place:
-    """One stay: from a move to the next. Moments are of this node's monotonic clock."""
+    """Where the node is from one `move` to the next, and how far it got there. Moments (`since_s`,
+    `reached_s`) are of this node's monotonic clock.
+    """
 
     state: str = "starting"
     iteration: int = 0
@@ -122,7 +124,7 @@ class Position:
         self._place.steps += 1
 
     def count_bytes(self) -> Callable[[int], None]:
-        """Return what counts bytes as the progress of this phase, in megabytes; for any thread."""
+        """Return a function that counts bytes as this phase's progress, in megabytes; for any thread."""
         place, moved = self._place, 0
 
         def count(size: int) -> None:
@@ -159,8 +161,8 @@ class Position:
         return f" in {place.phase}, iteration {place.iteration}" if place.phase else f" while {place.state}"
 
     def doing(self) -> tuple[object, str]:
-        """Return what goes on: a value that is equal while it is the same, and a line (`37 of 128 tasks, 40 s
-        so far`).
+        """Return the present activity: a value that is equal while it is the same, and a line (`37 of 128
+        tasks, 40 s so far`).
         """
         description, waits, work = self.describe(), self.waiting_for, self._work()
         phase, unit = description["phase"], UNITS.get(description["phase"])
@@ -188,14 +190,14 @@ class Position:
         return same, f"{doing}, {seconds:.0f} s so far{left}"
 
     def _work(self) -> str:
-        """Return what the node does now, if that is not what the phase is for."""
+        """Return the node's present work, if that is not what the phase is for."""
         if self._engine_starts():
             return "starting the engine"
         starts = self._place.phase == Phase.TRAINING.label and not self._place.total
         return "starting the trainer" if starts else ""
 
     def describe(self) -> dict[str, Any]:
-        """Return what a heartbeat says of it, with seconds and tokens per second in place of moments.
+        """Return the heartbeat's fields about it, with seconds and tokens per second in place of moments.
 
         `monotonic_s`, this moment, is for readers on this machine.
         """

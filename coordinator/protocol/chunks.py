@@ -75,7 +75,7 @@ class Chunks:
     paces: dict[int, Pace]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `of` takes."""
+        """Return the chunks as a document for `from_json`."""
         return {
             "chunks": [[chunk.slots, chunk.costs] for chunk in self.chunks],
             "first": {str(rank): number for rank, number in self.first.items()},
@@ -84,7 +84,7 @@ class Chunks:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Return what `as_json` has described."""
+        """Return the chunks of a document of `as_json`."""
         return cls(
             [Chunk(*chunk) for chunk in document["chunks"]],
             {int(rank): number for rank, number in document["first"].items()},
@@ -92,7 +92,7 @@ class Chunks:
         )
 
     def costs(self) -> dict[int, float]:
-        """Return what each slot is to cost."""
+        """Return the expected cost of each slot."""
         each = [zip(chunk.slots, chunk.costs, strict=True) for chunk in self.chunks]
         return dict(chain.from_iterable(each))
 
@@ -115,7 +115,7 @@ class Made(NamedTuple):
 
 
 def made_of(document: Mapping[str, Any]) -> dict[int, Made]:
-    """Return what ranks have made, as JSON has it: `seconds` and `width` by rank."""
+    """Return the Made of each rank; JSON has it as `seconds` and `width` by rank."""
     return {
         int(rank): Made({int(slot): s for slot, s in seconds.items()}, width)
         for rank, (seconds, width) in document.items()
@@ -129,7 +129,7 @@ NOTHING_S = 1e-6
 def measured(
     timings: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, Pace]]:
-    """Return what the groups of a phase have cost, by slot, and the paces of the ranks that have made them.
+    """Return the costs of a phase's groups, by slot, and the paces of the ranks that have made them.
 
     `tokens` by slot: of the longest sample of each group; `expected`: the costs that were expected of those
     whose task had been made before. Of the others is expected what their tokens say, and so it is taken for
@@ -152,7 +152,7 @@ def measured(
 
 
 def carried(before: Mapping[int, Pace], latest: Mapping[int, Pace]) -> dict[int, Pace]:
-    """Return what is known of the ranks after a phase, in which those of `latest` have made groups.
+    """Return the paces known after a phase, in which the ranks of `latest` have made groups.
 
     A rank that has made nothing is believed to be faster by and by, until it is the fastest or gets a group
     again: what was measured in a bad moment would else keep work from it for ever.

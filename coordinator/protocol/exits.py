@@ -12,7 +12,7 @@ class Exit(IntEnum):
     LOST = 3
     SUPERSEDED = 4
     MOVED = 5
-    """Of a node, to the process that starts it: the devices are placed anew, so it has another crew now."""
+    """Exit code for the process that starts a node: devices are placed anew, so it has another crew now."""
     INTERRUPTED = 130
 
 

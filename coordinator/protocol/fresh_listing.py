@@ -54,7 +54,7 @@ class FreshListing:
         return self._evidence > 0
 
     def facts(self) -> dict[str, float]:
-        """Return what a heartbeat says of it; nothing where listings are true."""
+        """Return the heartbeat's fields about it; none where listings are true."""
         return (
             {"unchanged_s": round(self.unchanged_s, 1), "refreshed": self.refreshed}
             if self.is_doubted

@@ -35,7 +35,7 @@ class Ticks:
         return passed_s
 
     def since_s(self, now_s: float) -> float:
-        """Return what `passed_s` would return, and go on counting from the last call."""
+        """Return the seconds that `passed_s` would return, and go on counting from the last call."""
         return 0.0 if self._last_s is None else min(now_s - self._last_s, self.step_s)
 
 

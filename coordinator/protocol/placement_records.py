@@ -28,7 +28,7 @@ class Placement(NamedTuple):
     num_nodes: int
     """Machines of the run."""
     place: tuple[str, ...]
-    """As --place was given; nothing: one crew of all devices."""
+    """The values of --place; none: one crew of all devices."""
 
     def to_json(self) -> str:
         """Write it as it is published, and as a machine says to its nodes what it starts them for."""

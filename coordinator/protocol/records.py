@@ -70,7 +70,7 @@ class EpochRecord(BaseModel):
     master_incarnation: int
     master_host: str
     settings: dict[str, Any]
-    """Those of the run; a crew goes by them as RunSettings.of_crew says."""
+    """The run's settings; a crew goes by them as RunSettings.of_crew says."""
     given: Given | None = None
     inputs: dict[str, Code] = {}
     """What the master has loaded behind the names of settings, by setting: all nodes must have the same."""

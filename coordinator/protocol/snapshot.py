@@ -18,12 +18,14 @@ from rollout.storage import files
 
 @dataclass(frozen=True)
 class Board:
-    """What was listed. Names only: numbers grow, nothing is deleted to signal."""
+    """A listing, parsed. It holds file names, never contents; a higher number supersedes a lower one, and no
+    file is removed to say something.
+    """
 
     records: tuple[int, ...]
     """Numbers of the epoch records, highest first."""
     beats: dict[int, Beat]
-    """Of each rank, the newest beat of its newest incarnation."""
+    """The newest beat of each rank's newest incarnation."""
     flags: frozenset[Flag]
     calls: tuple[Flag, ...]
     """Flags that say something else than that a phase is done or an epoch entered, in a fixed order."""
@@ -81,7 +83,7 @@ def parse(names: Iterable[str], before: Board | None = None) -> Board:
 
 
 def whole_board(run_dir: RunDir, names: Callable[[Path], Iterable[str]] = files.listing) -> Board:
-    """Return what all nodes have said; `names` lists a directory."""
+    """Return the Board of all nodes; `names` lists a directory."""
     return parse(name for directory in run_dir.protocol for name in names(directory))
 
 

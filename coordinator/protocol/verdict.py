@@ -89,7 +89,7 @@ def decide(
 
 
 def _newer_record(newest: EpochRecord, current: EpochRecord, rank: int, incarnation: int) -> Verdict:
-    """Return what a newer record means: the process that it lists in the place of this one has taken over."""
+    """Return the Verdict on a newer record: a process that it lists for this one has taken over."""
     if newest.kind == "moved":
         return Verdict(Event.MOVED)
     member = newest.members.get(rank)

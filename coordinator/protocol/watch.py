@@ -357,7 +357,7 @@ class Watch:
         return self.records.newest(self.look(whole=True).records)
 
     def heartbeat(self, rank: int) -> dict[str, Any]:
-        """Return what `rank`'s newest beat says; {} if it has none, or just now none that is whole."""
+        """Return the content of `rank`'s newest beat; {} if it has none, or just now none that is whole."""
         for _attempt in range(3):  # the beat that was listed may have given way to the next
             beat = self.look().beats.get(rank)
             if beat is None:

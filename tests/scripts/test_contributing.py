@@ -22,9 +22,12 @@ def test_files_that_the_page_names_are_there() -> None:
     assert len(named) > 100
 
 
-def test_every_change_has_files_and_tests_that_hold_it() -> None:
+def test_every_change_has_files_with_what_is_named_beside_them_and_tests_that_hold_it() -> None:
     for _, files, tests in table("## How to change"):
         assert len(files) > 2 and any(name.startswith("tests/") for name in tests)
+        texts = [(REPOSITORY / name).read_text() for name in files | tests if "/" in name]
+        words = set(re.findall(r"\w+", "\n".join(texts)))
+        assert {name for name in files | tests if name.isidentifier()} <= words
 
 
 @pytest.mark.parametrize("heading", ["## The life of a node", "## Which files decide which groups survive"])

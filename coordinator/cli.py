@@ -1,4 +1,9 @@
-"""The command `run`, also installed as `flagpost`: parse, then call. Nothing else."""
+"""The command `run`, also installed as `flagpost`.
+
+`main` puts right what a shell has left odd (streams, signals, variables), finds the command, parses, calls,
+and says each mistake in one line. `run` itself, `run local` and `run guest` are parsed here; the other
+commands in console/commands, whose files are imported when they are typed.
+"""
 
 import errno
 import io
@@ -212,7 +217,7 @@ def _request(
     accept_code_change: bool,
     allow_shared_dir: bool,
 ) -> "StartRequest":
-    """Return what was typed, as of rank 0."""
+    """Return the StartRequest of what was typed, as of rank 0."""
     from coordinator.start.request import StartRequest
 
     return StartRequest(

@@ -319,7 +319,7 @@ def run_node(
 
 
 def run_guest(request: StartRequest, prefix: Prefix) -> int:
-    """As run_node, for a guest."""
+    """Start a guest and run it to its exit code."""
     with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S):
         try:
             share_with_group(request.root)

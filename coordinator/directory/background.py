@@ -34,7 +34,7 @@ class Background:
         return not self._begun.thread.is_alive()
 
     def take(self, key: object, check: Callable[[], None]) -> Any:
-        """Return what was worked out from `key`, once it is; None if that was not begun, or has failed.
+        """Return the result of the work on `key`, once it is there; None if it was not begun, or has failed.
         `check` is called again and again meanwhile, and may raise.
         """
         begun, self._begun = self._begun, None

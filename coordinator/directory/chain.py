@@ -38,7 +38,7 @@ def write_proof(run_dir: RunDir, run_id: str, base_policy: str, directory: Path)
 
 
 def _proof(run_dir: RunDir, directory: Path) -> dict[str, Any]:
-    """Return what the proof of a checkpoint names besides run and base; `samples_sha256` is the digest of the
+    """Return the keys of a checkpoint's proof besides run and base; `samples_sha256` is the digest of the
     manifest, null if the batch is not kept.
     """
     result = published.read_result(directory)
@@ -72,7 +72,7 @@ def read_chain(run_dir: RunDir, base_policy: str, only: Collection[int] = ()) ->
 
 
 def _links(chain: Chain, run_dir: RunDir, number: int, known: dict[int, str]) -> Iterator[str]:
-    """Yield what does not hold in an iteration, from its checkpoint back to its samples."""
+    """Yield a line for each link of an iteration that does not hold, from its checkpoint back to samples."""
     directory = run_dir.checkpoint(number)
     try:
         result = published.verify_checkpoint(directory)

@@ -32,7 +32,7 @@ class Shown(NamedTuple):
 
     claimed: set[int]
     finished: set[int]
-    """Of those that guests have claimed."""
+    """Chunks that guests have claimed and made."""
     back: set[int]
     guests: set[int]
     """The ranks of the guests that take part."""
@@ -115,7 +115,7 @@ class Claims:
         files.publish(path, json.dumps(document).encode(), durable=False)
 
     def read_made(self, number: int) -> dict[str, Any] | None:
-        """Return what the guest that has made a chunk says of it; None while that cannot be read."""
+        """Return the document of the guest that has made a chunk; None while that cannot be read."""
         return _read(self._path(number, "m"))
 
     def owner(self, number: int) -> Owner | None:

@@ -50,4 +50,4 @@ class Decoded:
 
 
 decoded = Decoded()
-"""Of this process."""
+"""The decoded parts of this process."""

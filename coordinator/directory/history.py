@@ -40,7 +40,7 @@ class History:
         return {slot: self._costs[task] for slot, task in enumerate(order) if task in self._costs}
 
     def paces(self, iteration: int) -> dict[str, Sequence[float]]:
-        """Return what paces are known at the start of `iteration`: by rank, as the manifests have them."""
+        """Return the paces known at the start of `iteration`: by rank, as the manifests have them."""
         self._look(iteration)
         return self._paces
 

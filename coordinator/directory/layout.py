@@ -10,7 +10,9 @@ from coordinator.directory.file_names import Beat, Flag, ProfileRequest, Record
 from coordinator.settings.placement import Crew
 
 FORMAT = 5
-"""Version of this layout. A directory of another version is refused."""
+"""Version of this layout (not of the batch's file, which is trainer.batch's). A directory of another version
+is refused: raise it when this version cannot go on with a run of before, or an older one would spoil a new
+run; a file more, or a key with a default, is no new version."""
 
 MASTER = 0
 """The master's rank."""
@@ -79,11 +81,11 @@ class RunDir:
         return self.machines.index(machine) if self.machines else machine
 
     def name(self, rank: int) -> str:
-        """Return what a person calls a node: `rank 2`, or `train rank 2` where there are two crews."""
+        """Return the name of a node for people: `rank 2`, or `train rank 2` where there are two crews."""
         return self.names([rank])
 
     def names(self, ranks: Iterable[int]) -> str:
-        """Return what a person calls several nodes: `ranks 1, 2`, or `train ranks 2, 3`."""
+        """Return the name of several nodes for people: `ranks 1, 2`, or `train ranks 2, 3`."""
         listed = sorted(self.machine(rank) for rank in ranks)
         crew = "" if self.crew == "main" else f"{self.crew} "
         kind = "guest" if listed and listed[0] >= GUESTS else f"{crew}rank"

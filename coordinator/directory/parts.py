@@ -45,7 +45,7 @@ class PartWriter:
         origin: Origin,
         first: int = 0,
     ) -> None:
-        """The parts are numbered from the one behind `first`."""
+        """Write parts numbered from `first` + 1 on, so that they stand beside those of an earlier writer."""
         self._directory = run_dir.trajectories(kind, iteration)
         self._header = PartHeader(kind, iteration, rank, epoch, first, **vars(origin))
         self._waiting: list[Group] = []
@@ -152,8 +152,8 @@ def names_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
 
 
 def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
-    """Each part with its groups whose slot is in no earlier part; a tombstone only if no part has its slot
-    finished, and no later one has it.
+    """Yield each part with its groups that count. Of a slot's copies the first finished one counts; if none
+    is finished, the last tombstone.
     """
     parts = list(parts)
     finished = {group.slot for part in parts for group in part.groups if group.given_up is None}

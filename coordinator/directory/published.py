@@ -196,7 +196,7 @@ def _result_bytes(directory: Path) -> bytes | None:
 
 
 def damage(directory: Path) -> str | None:
-    """Return what somebody who has verified the checkpoint has found damaged; None: nothing so far."""
+    """Return the damage that somebody who has verified the checkpoint has found; None: none so far."""
     document = read_json(directory / DAMAGED)
     return None if document is None else str(document.get("text"))
 

@@ -73,7 +73,7 @@ class Events(logging.Handler):
 
 
 def about_this_process() -> dict[str, Any]:
-    """Return what a report says of a process: the wall clock's time, for people, and versions."""
+    """Return the facts of a process for the report: the wall clock's time, for people, and versions."""
     return {"at": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions()}
 
 

@@ -33,7 +33,7 @@ class Prefix(logging.Formatter):
         self._where, self._doing = where, doing
 
     def doing(self) -> tuple[object, str]:
-        """Return what goes on in this node."""
+        """Return this node's present activity, as `follow` was told to find it."""
         return self._doing()
 
     def keep(self, directory: Path, events: logging.Handler) -> None:

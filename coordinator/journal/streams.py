@@ -59,7 +59,7 @@ class Unhurried(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the stream's."""
+        """The stream's encoding."""
         return self._stream.encoding or "utf-8"
 
     @property

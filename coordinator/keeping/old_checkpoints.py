@@ -1,4 +1,9 @@
-"""Choose the checkpoints that are kept."""
+"""Choose the checkpoints that are kept, and have the others removed.
+
+On the choice hang `old_trajectories.first_needed` (the batches that a fallback may need again), the disk that
+`start.estimate.disk_text` and console/doctor/checks.py announce, and what docs/protocol.md promises under
+"Two crews": the rollout crew finds the K + 1 newest.
+"""
 
 import logging
 import re

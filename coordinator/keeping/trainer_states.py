@@ -70,7 +70,7 @@ def resume_from(run_dir: RunDir, base: Policy) -> Resume:
 
 
 def trained(run_dir: RunDir, result: TrainResult) -> TrainedBatch:
-    """Return what has to be known to repeat a training that left no state."""
+    """Return the TrainedBatch by which a training that left no state can be repeated."""
     return TrainedBatch(
         iteration=result.iteration,
         policy=result.policy,
@@ -100,7 +100,9 @@ def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
 
 
 def located(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:
-    """Return the same with the paths of this node, also of a state inside of `base`."""
+    """Return `resume` with the absolute paths of this node, and with the state inside of `base` if it names
+    none.
+    """
     directory = run_dir.root / resume.state_dir if resume.state_dir else None
     if resume == Resume() and base.iteration > 0 and published.STATE_DIR in published.names(base.directory):
         directory = base.directory / published.STATE_DIR

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 KILL_S = 5.0
 """How long killed processes may take to vanish before we say so and go on."""
 BURY_S = 0.2
-"""The same time where a child has ended by itself and is polled."""
+"""How long the processes of a child that has ended by itself may take to vanish, when it is polled."""
 FLUSH_S = 1.0
 """How long an ended child's last output may take."""
 

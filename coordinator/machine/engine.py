@@ -65,7 +65,7 @@ class EngineHost:
         self.model: str | None = None
         """The name that requests must give for the policy of `ensure`: an adapter's; None: the model's."""
         self.facts = EngineFacts()
-        """Of the server, once there is one."""
+        """What the running server can do; defaults before."""
         self._facts_of: EngineAdmin | None = None
 
     def ensure(
@@ -217,7 +217,7 @@ class EngineHost:
             answered_s = time.monotonic()
 
     def _generated(self) -> Generated | None:
-        """Return what the server has generated; None if it does not say."""
+        """Return the server's count of what it has generated; None if it does not say."""
         assert self._admin is not None
         try:
             return self._admin.generated()

@@ -116,8 +116,8 @@ def _remove_empty(held: Path) -> None:
 
 
 def if_stale(lock: BaseFileLock) -> str:
-    """Return what to say of a lock that others hold: a file that stands for one may have outlived its holder
-    where that cannot be seen, on another host or in another container.
+    """Return the advice on a lock that others hold, or nothing: a file that stands for one may have outlived
+    its holder where that cannot be seen, on another host or in another container.
     """
     return f"; if nothing runs, remove {lock.lock_file}" if isinstance(lock, SoftFileLock) else ""
 
@@ -179,7 +179,7 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFile
 
 
 def _facts(process: psutil.Process) -> dict[str, Any]:
-    """Return what identifies a process of this user on this host."""
+    """Return the facts that identify a process of this user on this host."""
     return {
         "pid": process.pid,
         "created_s": process.create_time(),

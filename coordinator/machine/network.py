@@ -64,7 +64,7 @@ class Peer:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return what `to_dict` made; KeyError, TypeError or ValueError if it is something else."""
+        """Return the Peer of a `to_dict`; KeyError, TypeError or ValueError if `data` is something else."""
         addresses = (Address(str(ip), int(prefix), str(name)) for ip, prefix, name in data["addresses"])
         return cls(str(data["identity"]), tuple(addresses))
 
@@ -135,7 +135,7 @@ def own_names() -> set[str]:
 
 
 def this_peer() -> Peer:
-    """Return what this node publishes about itself."""
+    """Return this node as a Peer, as it publishes itself."""
     return Peer(host_identity(), tuple(local_addresses()))
 
 

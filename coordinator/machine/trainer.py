@@ -212,7 +212,7 @@ class TrainerHost:
 
 
 def _echo_steps(line: str) -> None:
-    """The step line, for the terminal, and what a person must know; everything is in the log file."""
+    """Log the step line, for the terminal, and what a person must know; everything is in the log file."""
     if line.startswith(("step ", "no step", "checkpoint: ")):
         log.info("%s", line)
     elif NOT_SAVED in line or WAITING in line:

@@ -17,8 +17,8 @@ from rollout.engines.model_dir import ADAPTER_CONFIG
 log = logging.getLogger(__name__)
 
 TOLERANCE, COARSE = 0.1, {"bfloat16": 0.3, "nf4": 1.5}
-"""Of a probe's mean difference: in float32 or finer, and where one of both computes in a coarser type. In
-bfloat16 a sound vLLM differs from transformers by 0.06 to 0.07 (SmolLM2-135M), and larger vocabularies and
+"""Largest mean difference of a probe: in float32 or finer, and where one of both computes in a coarser type.
+In bfloat16 a sound vLLM differs from transformers by 0.06 to 0.07 (SmolLM2-135M), and larger vocabularies and
 experts differ more. Where the trainer holds the base model in NF4 alone: by 0.74 (SmolLM2-135M) and 0.41
 (Gemma 3 270M); larger models lose less."""
 FIRST_TOKENS = 4
@@ -145,7 +145,7 @@ class Loader:
             self._proof_s += time.monotonic() - began_s
 
     def _wrong(self, server: Running, policy: Policy, tolerance: float | None, fresh: bool) -> str | None:
-        """Return what is wrong with the weights that the engine computes with; None if nothing is.
+        """Return the fault of the weights that the engine computes with; None if there is none.
 
         `fresh`: it has just compared them to the directory that it was started with, which is the policy's.
         """
@@ -184,7 +184,7 @@ class Loader:
         return before.directory if same_kind else None
 
     def _probe(self, server: Running, policy: Policy, tolerance: float | None) -> str | None:
-        """Return what is wrong if the engine's logprobs are not the ones that the trainer wrote.
+        """Return the fault if the engine's logprobs are not the ones that the trainer wrote, else None.
 
         Every replica is asked. A checkpoint without a probe passes, and so does the model of the start.
         Proved weights pass with a warning where a coarse number type may be the reason.

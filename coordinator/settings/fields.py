@@ -42,7 +42,7 @@ class Fields(Settings):
     columns: dict[str, str] = Field(default={})
     """Which column of the data is a field of the task: columns.prompt=question, columns.answer=solution."""
     eval_tasks: str | None = None
-    """As `tasks`, for evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
+    """`tasks` of evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
     data_path: Annotated[str | None, Mark.PER_MACHINE] = None
     """Read-only shared data: relative paths of task files and models start here, and HF_HOME is below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"

@@ -70,7 +70,7 @@ class GroupSettings(Settings):
         return self.python and (shutil.which(self.python, path=self.env.get("PATH")) or self.python)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong in itself: the setting in the group with its value, and why."""
+        """Yield each setting of the group that is wrong in itself, with its value, and why."""
         try:
             parse_ranges(self.nodes, "ranks")
         except ValueError as error:

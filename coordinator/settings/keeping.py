@@ -8,10 +8,10 @@ from rollout.settings import Settings
 
 
 class CheckpointSettings(Settings):
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept, and how nodes get their weights."""
 
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """Keep this many of the newest checkpoints; at least 2, so that one is left to fall back to."""
+    """Keep this many of the newest checkpoints; at least 2, so that training can fall back."""
     keep_every: Annotated[int, Field(ge=1)] | None = None
     """Also keep the checkpoint of every n-th iteration; null: none."""
     keep_best: Annotated[int, Field(ge=0)] = 0
@@ -20,8 +20,8 @@ class CheckpointSettings(Settings):
     """The best by the score of this set of `eval.sets`; null: by `eval_reward`."""
     head_start: bool | None = None
     """Copy new weights to each node before the checkpoint is durable, so that engines load them and generate
-    for the next iteration meanwhile; null: where the run directory is on a shared filesystem. It has no
-    effect with adapters, two crews, servers of your own, or `cluster.max_async_level` above 0."""
+    for the next iteration meanwhile; null: on a shared filesystem. No effect with adapters, two crews,
+    servers of your own, or `cluster.max_async_level` above 0."""
     delta: bool = False
     """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
     size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
@@ -32,8 +32,8 @@ class TrajectorySettings(Settings):
     """Which trajectories and batches are kept, once they have been trained on."""
 
     keep_last: Annotated[int, Field(ge=1)] | None = None
-    """Keep those of this many of the newest iterations, and older ones with which a training may have to be
-    repeated after a restart; null: all. What was not trained on yet stays."""
+    """Keep those of this many of the newest iterations, and older ones that a training may have to repeat
+    after a restart; null: all. What was not trained on yet stays."""
     keep_every: Annotated[int, Field(ge=1)] | None = None
     """Also keep those of every n-th iteration; null: none."""
 

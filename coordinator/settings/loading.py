@@ -216,7 +216,7 @@ def _opened(key: str) -> str:
 
 
 def option_name(key: str) -> str:
-    """Return what a user types for a setting: its option, else its dotted name."""
+    """Return the name that a user types for a setting: its option, else its dotted name."""
     return OPTIONS.get(key, key).partition(" ")[0]
 
 

@@ -66,7 +66,7 @@ class Place:
 
 
 Crews = dict[Crew, tuple[Place, ...]]
-"""Of each crew, its machines in order: a machine's place here is its rank in the crew."""
+"""The machines of each crew in order: a machine's place here is its rank in the crew."""
 
 
 def crews_of(place: Mapping[Crew, frozenset[int]] | None, device_counts: Sequence[int]) -> Crews:

@@ -79,7 +79,7 @@ def listed(kind: str, meanings: Mapping[str, str]) -> str:
 
 
 def answer(typed: str) -> str | None:
-    """Return what to do in place of a setting, or a section, of others that is none here; else None."""
+    """Return the advice for a setting, or a section, of others that is none here; else None."""
     word = _plain(typed)
     if _pair(word) in ALIASES:  # closer than what holds for its whole section
         return None

@@ -25,7 +25,7 @@ MOST_ODD = 3
 
 
 def announcement(start: Start, first: int | None) -> list[str]:
-    """Return what is started with iteration `first` (None: all are generated), in lines, each with its title:
+    """Return the lines about a start with iteration `first` (None: all are generated), each with its title:
     the model, the engine and why this one, the algorithm, tasks, reward, nodes, where the run writes and
     where to look. With usual names they fit 80 columns beside the prefix of a log line.
     """
@@ -51,7 +51,7 @@ def announcement(start: Start, first: int | None) -> list[str]:
 
 
 def odd_here() -> list[str]:
-    """Return what this machine lacks, in MOST_ODD lines at most."""
+    """Return the lines about what this machine lacks, MOST_ODD at most."""
     return [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
 
 
@@ -140,7 +140,7 @@ def _samples(settings: RunSettings, first: int | None) -> str:
 
 
 def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str]:
-    """Return what an iteration needs, if it trains a model with files; all machines are taken to be alike."""
+    """Return the needs of an iteration, if it trains a model with files; all machines are taken as alike."""
     if not inputs.model_files or settings.rl_phase == "rollout" or settings.cluster.place:
         return {}
     if settings.trainer.lora.rank == 0:

@@ -50,14 +50,16 @@ SERVED = 18_000
 """Tokens/s that one replica of vLLM serves at most, however fast its GPUs are: its own Python takes 55 us for
 each. Measured on an H100 (0.6B, CUDA graphs, 512 samples in flight)."""
 RANK = 16
-"""Of the adapters that are proposed."""
+"""Rank of the adapters that are proposed."""
 
 Tensors = Mapping[str, tuple[int, ...]]
 """The shapes of a model's tensors, by name."""
 
 
 def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_bytes: float) -> str:
-    """Return what training needs of each of `count` GPUs, and what to lower if they have less."""
+    """Return in words the memory that training needs of each of `count` GPUs, and what to lower if they have
+    less.
+    """
     needed = _needed_bytes(tensors, trainer, count)
     text = f"training takes {needed / 1e9:.1f} GB or more of each GPU, which has {gpu_bytes / 1e9:.0f}"
     if needed <= ROOM * gpu_bytes:
@@ -143,7 +145,7 @@ def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) 
 
 
 def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
-    """Return what checkpoints take on the disk, and how often the optimizer's state is in them."""
+    """Return in words the disk that checkpoints take, and how often the optimizer's state is in them."""
     trainer, kept = settings.trainer, settings.checkpoints.keep_last
     saved = trainer.computes_in(on_gpu) if trainer.save_dtype == "auto" else trainer.save_dtype
     weights = (2 if saved == "bfloat16" else 4) * parameters

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SECTION = "eval.sets."
 MOST_COMPARED = 200_000
-"""Of so many training tasks a start compares each with the tasks of the sets, in about two seconds."""
+"""Training tasks, at most, that a start compares with the tasks of the sets, in about two seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EvalSet:
     functions: Functions
 
     def codes(self) -> dict[str, Code]:
-        """Return what lies behind the names, by setting."""
+        """Return the Code behind each name, by setting."""
         section = f"{SECTION}{self.name}"
         return {
             f"{section}.tasks": Code(self.tasks.source, self.tasks.digest),
@@ -129,7 +129,7 @@ def digest_of(tasks: TaskSet | None, sets: EvalSets) -> str | None:
 
 
 def joined_digest(tasks: TaskSet | None, sets: Mapping[str, str]) -> str | None:
-    """Return what digest_of returns of sets whose tasks have these digests, by name."""
+    """Return the `digest_of` sets whose tasks have these digests, by name."""
     unnamed = tasks.digest if tasks else None
     if not sets:
         return unnamed

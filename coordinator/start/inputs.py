@@ -37,9 +37,9 @@ from trainer.memory import Shape
 NODE_LOCAL = {*marked(RunSettings, Mark.PER_MACHINE)}
 """Settings about one machine."""
 TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
-"""Of builtin:tiny, which is not made yet when a run starts."""
+"""Parameters and context of builtin:tiny, which is not made yet when a run starts."""
 STATE_BYTES = 12
-"""Of each trained parameter: its weight in float32, and two moments."""
+"""Bytes that a state has of each trained parameter: its weight in float32, and two moments."""
 
 
 class Named(NamedTuple):
@@ -67,9 +67,9 @@ class Inputs:
     """The files of that model; none for builtin:tiny."""
     loaded_for: RunSettings
     parameters: int = TINY_PARAMETERS
-    """Of that model."""
+    """All parameters of the base model."""
     trained: int = TINY_PARAMETERS
-    """Of these, what is trained where there are no adapters (trainer.freeze_vision)."""
+    """Parameters trained without adapters (trainer.freeze_vision)."""
     context: int | None = TINY_CONTEXT
     """The longest sequence that the run's engines take, in tokens; None where it is not certain."""
     has_end: bool = True
@@ -82,7 +82,7 @@ class Inputs:
         return 0 if is_small else STATE_BYTES * self.trained
 
     def codes(self) -> dict[str, Code]:
-        """Return what lies behind the settings that may change between two starts, by setting."""
+        """Return the Code behind each setting that may change between two starts, by setting."""
         tasks, source = self.eval_tasks, self.loaded_for.evaluation_tasks
         evaluation = {"eval_tasks": Code(source, tasks.digest)} if tasks and source else {}
         for eval_set in self.eval_sets.values():
@@ -90,7 +90,7 @@ class Inputs:
         return {**self.functions.codes(), **evaluation}
 
     def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
-        """Return what the master's `settings` name, after another start of it; `theirs` are its codes.
+        """Return the Inputs of the master's `settings`, after another start of it; `theirs` are its codes.
 
         A module is not loaded twice: other modules may hold on to what it was. The training tasks and the
         model are the same at every start. SettingsError says what is wrong.

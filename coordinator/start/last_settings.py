@@ -37,7 +37,7 @@ class Change(NamedTuple):
 def with_kept(
     overrides: Mapping[str, Any], last: EpochRecord | None, reset: Collection[str]
 ) -> dict[str, Any]:
-    """Return what this start is given, over what the last one was given.
+    """Return the settings that this start is given, over those that the last one was given.
 
     `reset`: settings, or sections, that go back to their defaults; ALL: every one. What says something of one
     machine is kept on that machine alone. Raises SettingsError if the two do not fit together.

@@ -55,7 +55,7 @@ class Played(NamedTuple):
     """Where the columns of its data are named, if not at the top."""
 
     def option(self, name: str) -> str:
-        """Return what names the reward, or the environment."""
+        """Return the option that names the reward, or the environment."""
         return f"{self.section}.{name}" if self.section else f"--{name}"
 
 
@@ -213,7 +213,7 @@ def _first_with_picture(tasks: TaskSet) -> str:
 
 
 def _sampling(settings: RunSettings) -> Sampling:
-    """Return what decides which tokens a task becomes."""
+    """Return the Sampling that decides which tokens a task becomes."""
     rollout = settings.rollout
     return Sampling(
         chat_template=rollout.chat_template, tool_parser=rollout.tool_parser, stop=tuple(rollout.stop)

@@ -16,11 +16,11 @@ class StartRequest:
     root: Path
     """The run directory, absolute."""
     rank: int = MASTER
-    """Of this machine among all."""
+    """Rank of this machine among all."""
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings that were given, by dotted name."""
     guest: str = ""
-    """Of a guest: the name that it was given; empty: it takes the machine's."""
+    """The name that a guest was given; empty: it takes the machine's."""
     reset: Sequence[str] = ()
     """Settings, and sections of them, that the master does not keep from the last start."""
     accept_code_change: bool = False

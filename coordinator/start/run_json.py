@@ -54,7 +54,7 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
 
 
 def fixed_of(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
-    """Return what may not change between two starts, each with the name that a person gives it."""
+    """Return the facts that may not change between two starts, each with the name that a person gives it."""
     tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
     model = settings.model if inputs.model_digest else tiny
     seed = str(settings.rollout.seed)

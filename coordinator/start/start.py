@@ -68,9 +68,9 @@ class Start:
     run_dir: RunDir
     run_id: str
     settings: RunSettings
-    """As this node goes by them: its crew's, with its own over them."""
+    """The settings of this node: its crew's, with its own over them."""
     of_run: RunSettings
-    """As all crews go by them."""
+    """The settings of the run, which all crews share."""
     inputs: Inputs
     incarnation_floor: int
     """The highest incarnation of this rank so far."""
@@ -81,9 +81,9 @@ class Start:
     left_behind: tuple[Path, ...] = ()
     """Heartbeats and flags of earlier processes of this rank."""
     overrides: Mapping[str, Any] | None = None
-    """Of the master: what this start was given, over what the last one was given."""
+    """Settings that the master was given at this start, over those of the last one; None for others."""
     changes: Sequence[Change] = ()
-    """Of the master: settings that are not what they were at the last start."""
+    """Settings of the master that are not what they were at the last start."""
 
 
 def last_start(root: Path) -> EpochRecord | None:
@@ -245,7 +245,7 @@ def refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
 def begin(
     rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs, of_run: RunSettings
 ) -> Start:
-    """Return what START has found out about the node of a rank."""
+    """Return the Start of a rank's node."""
     board = whole_board(run_dir)
     newest = Records(run_dir).newest(board.records)
     listed = newest.members[rank].incarnation if newest and rank in newest.members else 0

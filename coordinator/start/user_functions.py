@@ -37,7 +37,7 @@ class Functions:
     """File and text of the user's modules as they were read, by module."""
 
     def codes(self, section: str = "rollout") -> dict[str, Code]:
-        """Return what lies behind the names, by setting."""
+        """Return the Code behind each name, by setting."""
         return {f"{section}.reward": self.reward, f"{section}.environment": self.environment}
 
 

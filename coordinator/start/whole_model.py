@@ -54,8 +54,8 @@ def refuse_incomplete(settings: RunSettings, model_dir: Path) -> None:
 
 
 def _answer(model: str, python: str, model_dir: Path, *adapters: str) -> dict[str, Any] | None:
-    """Return what trainer.model.check says of a `model` that can be trained; None if it cannot tell, which
-    the trainer will explain. SettingsError for one that cannot, which is asked anew at the next start:
+    """Return the answer of trainer.model.check on a `model` that can be trained; None if it cannot tell,
+    which the trainer will explain. SettingsError for one that cannot, which is asked anew at the next start:
     another version of this program may know better, and peft may be installed.
     """
     argv = [python, "-P", "-m", "trainer.model.check", str(model_dir), *adapters]

@@ -54,7 +54,7 @@ NUMBERS: dict[int, str] = {
 """Small numbers, and the names in configurations that get them."""
 LATENT = ("kv_lora_rank", "qk_rope_head_dim", "head_dim", "index_head_dim")
 SPREAD = 0.15
-"""Of the weights: distributions far from uniform, in which a mistake shows."""
+"""Deviation of the weights: distributions far from uniform, in which a mistake shows."""
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 OTHER: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},

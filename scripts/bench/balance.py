@@ -58,7 +58,7 @@ class Rollout:
     """One rollout, event by event."""
 
     seconds: Sequence[float]
-    """Of each group on a node of speed 1."""
+    """Seconds of each group on a node of speed 1."""
     speeds: Sequence[float]
     at_once: int
     ideal_s: float
@@ -214,7 +214,7 @@ class Run:
 def measure(
     seconds: Sequence[float], speeds: Sequence[float], at_once: int, run_dir: Callable[[], RunDir]
 ) -> dict[str, Found]:
-    """Return what each way comes to, for the seconds of one seed."""
+    """Return the Found of each way, for the seconds of one seed."""
     tools = Run(run_dir(), seconds, dict.fromkeys(range(len(seconds)), 2), speeds, at_once)
     found = {f"tools, iteration {number}": tools.iterate() for number in (1, 2, 3)}
     tokens = {slot: round(1000 * s) for slot, s in enumerate(seconds)}

@@ -29,7 +29,7 @@ TOTAL_S = 540.0
 TINY = "10m"
 """The shape that a CPU trains."""
 LENGTH, SEQUENCES, REPEATS = 1024, 16, 3
-"""Of a training: tokens of a sequence, sequences, and how often they are trained on after the first time."""
+"""A training's size: tokens of a sequence, sequences, how often they are trained on after the first time."""
 RUN = {
     "tasks": "builtin:arithmetic",
     "rollout.reward": "luck:luck",
@@ -37,7 +37,7 @@ RUN = {
     "rollout.samples_per_task": 8,
     "rollout.max_tokens": 256,
 }
-"""Of whole iterations."""
+"""Settings of whole iterations."""
 SOON = {"engine.args.enforce-eager": True, "trainer.share_prompts": False}
 """Without what is compiled at first: with it the first iteration took 200 s on an H100."""
 LUCK = "import random\n\n\ndef luck(task, completion):\n    return random.random()\n"
@@ -50,7 +50,7 @@ MEASURED = (
     "kl_engine",
     "mismatch_max",
 )
-"""Of metrics.jsonl."""
+"""Keys of metrics.jsonl whose medians are shown."""
 ROOM = 0.9
 """The part of the GPU that an announced training may take, as at the start of a run."""
 GB = 1e-9

@@ -30,7 +30,7 @@ from rollout.storage import files
 from scripts.bench.balance import Rollout, SimulatedNode
 
 COMES, GOES = 0.25, 0.75
-"""Of the ideal time."""
+"""Parts of the ideal time after which the guest comes, and goes."""
 
 
 @dataclass

@@ -24,11 +24,11 @@ CACHED = 2e9
 LOADED = 5e9
 """Bytes/s that a replica, beside the others, reads from the page cache into its GPUs."""
 WOKEN_S = 1.0
-"""Of an engine's sleep and awakening, without weights."""
+"""Seconds of an engine's sleep and awakening, without weights."""
 STATE_BYTES = 12
-"""Of a trained parameter: what moves between GPU and host."""
+"""Bytes of a trained parameter that move between GPU and host."""
 TRAINED_FLOP = 8
-"""Of a parameter and token: forward, again for the backward pass, and that."""
+"""Operations of a parameter and token: forward, again for the backward pass, and that."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
     samples: int
     tokens: int
     gpus: int = 8
-    """Of a node."""
+    """GPUs of a node."""
 
 
 CASES = (

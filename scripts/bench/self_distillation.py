@@ -24,7 +24,7 @@ SHOWN = 1024
 IN_BRACKETS = 0.8
 HINT = "rollout.teacher=self:answer rollout.teacher_template={hint};{prompt}"
 FROM_REWARDS = "trainer.learning_rate=1e-3 trainer.eps=0.1"
-"""As in scripts/recipes/rl-after-sft-cpu.toml."""
+"""The settings of scripts/recipes/rl-after-sft-cpu.toml."""
 ARMS = {
     "rewards": FROM_REWARDS,
     "self": f"trainer.algorithm=distill trainer.learning_rate=3e-4 {HINT}",

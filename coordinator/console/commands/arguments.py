@@ -68,6 +68,6 @@ def new_app(add_completion: bool = False) -> typer.Typer:
 
 
 def command_in(apps: dict[str, typer.Typer], name: str, **settings: Any) -> Callable[[Function], Function]:
-    """Return what makes a function the command `name` of `apps`. `settings`: of its parser."""
+    """Return a decorator that makes a function the command `name` of `apps`. `settings`: of its parser."""
     app = apps[name] = new_app()
     return app.command(name, context_settings=settings)

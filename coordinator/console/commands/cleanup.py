@@ -169,7 +169,7 @@ def patience_s(cluster: ClusterSettings) -> float:
 
 
 def _wait_for_beats(crews: Iterable[RunDir], look_s: float) -> Boards:
-    """Return what each crew shows, after `look_s` in which no node has beaten. Ended names the nodes that
+    """Return the Boards of the crews, after `look_s` in which no node has beaten. Ended names the nodes that
     have.
     """
     print(f"looking for {look_s:g} s whether a node still beats", flush=True)

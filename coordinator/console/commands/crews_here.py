@@ -164,7 +164,7 @@ def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement:
 def _command(
     request: StartRequest, overrides: Mapping[str, Any], crew: Crew, placement: Placement
 ) -> list[str]:
-    """Return what starts this machine's node of a crew."""
+    """Return the command that starts this machine's node of a crew."""
     role = ["--worker", str(request.rank)] if request.rank else ["--master"]
     role += ["--reset-settings=all"] if overrides and not request.rank else []
     role += ["--accept-code-change"] if request.accept_code_change and overrides and not request.rank else []
@@ -179,7 +179,7 @@ def _count_devices() -> int:
 
 
 def _visible(place: Place) -> dict[str, str]:
-    """Return what makes a node see the devices of its crew alone; nothing on a machine without GPUs."""
+    """Return variables by which a node sees its crew's devices alone; none on a machine without GPUs."""
     count = count_gpus()
     if not count:
         return {}

@@ -42,7 +42,7 @@ class Forked:
     files: int = 0
     bytes: int = 0
     copied_bytes: int = 0
-    """Of these, what could not be linked."""
+    """Bytes of files that could not be linked."""
 
 
 def fork(
@@ -84,7 +84,7 @@ def fork(
 
 
 def summary(forked: Forked, iteration: int, target: Path) -> str:
-    """Return what a person is told of a fork: how large it is, and how to go on."""
+    """Return the message about a fork: how large it is, and how to go on."""
     copied = f", {forked.copied_bytes / 1e6:,.0f} MB of them copied" if forked.copied_bytes else " in links"
     size = f"{forked.files} files, {forked.bytes / 1e6:,.0f} MB{copied}"
     command = f"run --master --log-path {shlex.quote(str(target))}"

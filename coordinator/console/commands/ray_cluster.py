@@ -14,7 +14,7 @@ from coordinator.settings.tree import SettingsError
 
 CONNECT_S = 10.0
 SAID_CHARACTERS = 400
-"""Of what Ray says; it may be pages."""
+"""Characters that are shown of a text of Ray's, which may be pages."""
 PLACE_S = 60.0
 """How long other jobs of the cluster may take to free the machines."""
 SEEN_S = 10.0
@@ -47,7 +47,7 @@ def connect(address: str) -> Any:
 
 
 def _cause(error_text: str) -> str:
-    """Return what Ray says, in one line; of a traceback of its server the last line."""
+    """Return Ray's error text in one line; of a traceback of its server the last line."""
     begin, traceback, rest = error_text.partition("Traceback (most recent call last)")
     last = rest.strip().splitlines()[-1] if traceback else ""
     return " ".join(f"{begin} {last}".split())[:SAID_CHARACTERS]
@@ -136,7 +136,7 @@ class Cluster:
         return False
 
     def needs(self, rank: int) -> str:
-        """Return what the machine of a rank must have."""
+        """Return in words what the machine of a rank must have."""
         return ", ".join(f"{number:g} {name}s" for name, number in self._bundles[rank].items())
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def _numbers(option: str, text: str | None, nodes: int, least: int) -> list[floa
 
 
 def bundles(machines: Sequence[Machine], demand: Asked, address: str) -> list[Bundle]:
-    """Return what to ask for each node; SettingsError names what the cluster lacks, by host.
+    """Return the Bundle to ask for each node; SettingsError names what the cluster lacks, by host.
 
     A node that asks for all gets the largest machine that is left, the others the smallest that is enough.
     """

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import IO
 
 KEPT_LINES = 10_000
-"""Of lines that nobody fetches the newest are kept."""
+"""Lines that are kept while nobody fetches them: the newest."""
 BATCH_LINES = 500
 FLUSH_S = 1.0
 """How long the last output of a program that has ended may take."""

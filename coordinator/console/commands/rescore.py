@@ -67,7 +67,7 @@ class Rescorer:
     """Scores samples of a run by another reward."""
 
     def __init__(self, root: Path, first: int, last: int | None, reward: str) -> None:
-        """See `rescore`. Raises SettingsError."""
+        """Read all that `rescore` needs. Raises SettingsError."""
         run, record = find_run(root), last_start(root)
         if record is None:
             raise SettingsError(f"--log-path {root}: no master has started here yet")

@@ -70,7 +70,7 @@ def _refuse_word(word: str) -> None:
 
 
 def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str:
-    """Return what an error of the command line says, and the option or setting that was meant.
+    """Return the text of an error of the command line, and the option or setting that was meant.
 
     Of another trainer's command line, the `arguments`, all unknown options are answered, not the first alone.
     """
@@ -108,7 +108,7 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
 
 
 def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
-    """Return what was meant by an option that is none of a command's, or an empty text."""
+    """Return the option or setting meant by one that no command has, or an empty text."""
     if also := next((name for name in ALSO_CALLED.get(typed, ()) if name in options), None):
         return f"did you mean {also}?"
     if typed in _OF_RANKS:
@@ -127,7 +127,7 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
 
 
 def _params(error: typer.TyperException) -> list[Any]:
-    """Return what the command of the error takes."""
+    """Return the parameters of the error's command."""
     command: Any = getattr(getattr(error, "ctx", None), "command", None)
     return list(command.params) if command else []
 

@@ -27,7 +27,7 @@ COPY_S = 0.15
 """A rename, with the directory's fsync, that always takes longer copies data. Sizes in between show this too,
 but the kernel may hide them from the node that renames."""
 BYTES_PER_PARAMETER = 14
-"""Of a checkpoint: weights in bfloat16; master weights and two moments in float32."""
+"""Bytes of a checkpoint a parameter: weights in bfloat16; master weights and two moments in float32."""
 CHECKPOINTS = CheckpointSettings().keep_last + 1
 """The checkpoints that are kept, and one that is being written."""
 LITTLE_BYTES = 0.6e9 * BYTES_PER_PARAMETER * CHECKPOINTS

@@ -76,7 +76,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
-    """As rank 0, do the own checks, then those with the other nodes."""
+    """Do the own checks of rank 0, then those with the other nodes."""
     mount = find_mount(root.resolve())
     site = doctor_directory(root)
     with _site(root) as is_new, contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
 
 
 def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report) -> int:
-    """As a worker, do what rank 0 asks, and print what it found."""
+    """Do as a worker what rank 0 asks, and print what it found."""
     try:
         guest = Guest(root, rank)
         print(f"rank {rank}: waiting for rank 0, which reports", flush=True)

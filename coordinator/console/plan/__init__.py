@@ -53,7 +53,7 @@ def _resized(measured: Measured, count: int) -> Measured:
 
 
 def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], Sequence[int]], str]:
-    """Return what says why a split cannot be: it does not divide as it is set, or does not fit."""
+    """Return a function that says why a split cannot be: it does not divide as set, or does not fit."""
     engine, trainer = findings.settings.engine, findings.settings.trainer
 
     def undivided(devices: Sequence[int], size: int) -> bool:
@@ -77,7 +77,7 @@ def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], 
 
 
 def command(findings: Findings, measured: Measured, best: Option) -> str:
-    """Return what to type on the master's machine for an option; empty: the run goes on as it is."""
+    """Return the command to type on the master's machine for an option; empty: the run goes on as it is."""
     cluster, words = findings.settings.cluster, list[str]()
     machines = max(device.machine for device in measured.devices) + 1
     if machines != cluster.num_nodes:
@@ -193,7 +193,7 @@ def _count(measured: Measured) -> str:
 def _document(
     findings: Findings, measured: Measured, options: Sequence[Option], words: str
 ) -> dict[str, object]:
-    """Return what --json prints; options from the best one on."""
+    """Return the document of --json; options from the best one on."""
     return {
         "iterations": findings.numbers,
         "in_crews": findings.in_crews,

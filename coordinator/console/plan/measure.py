@@ -51,7 +51,7 @@ class Findings:
     shares_cores: bool
     """Whether nodes without GPUs are on one host."""
     shape: Shape | None
-    """Of the model; None where its files are not here."""
+    """Shape of the model; None where its files are not here."""
 
 
 class _Side:

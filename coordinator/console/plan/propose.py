@@ -131,7 +131,7 @@ def _splits(measured: Measured, refuse: Refuse) -> Iterator[Option]:
 
 
 def seconds_each(rollouts_s: Sequence[float], trainings_s: Sequence[float], level: int) -> float:
-    """Return what an iteration costs two crews in the long run, if these iterations come again and again.
+    """Return the seconds an iteration takes two crews in the long run, if these come again and again.
 
     Rollout i begins after rollout i - 1 and training i - 1 - level, training i after rollout i and training
     i - 1.
@@ -153,7 +153,7 @@ def slowness(measured: Measured, devices: Sequence[int], weights: Mapping[int, f
 
 
 def machine_rates(measured: Measured, devices: Sequence[int]) -> dict[int, float]:
-    """Return what the devices of each machine generate together."""
+    """Return the tokens/s that the devices of each machine generate together."""
     rates: dict[int, float] = {}
     for number in devices:
         device = measured.devices[number]

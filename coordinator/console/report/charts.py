@@ -55,7 +55,7 @@ class Chart:
     is_flat: bool = False
     """Whether each line has one value in all iterations: its words say as much as its drawing."""
     fork: tuple[float, int] | None = None
-    """Of a forked run: the x up to which the lines are those of the run that it comes from, and the
+    """The fork of a forked run: the x up to which the lines are those of the run that it comes from, and the
     iteration at which it was forked.
     """
 

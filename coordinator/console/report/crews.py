@@ -46,7 +46,7 @@ class Crew(NamedTuple):
     """A crew as measured."""
 
     seconds: float
-    """Of an iteration, without waiting for the other crew."""
+    """Seconds of an iteration, without waiting for the other crew."""
     devices: int
 
     def with_devices(self, count: int) -> float:
@@ -141,7 +141,7 @@ def _only(timelines: Timelines, number: int, phase: str, clock: str) -> list[Spa
 def side_by_side(
     rollout: Timelines, train: Timelines, iterations: Sequence[int], level: int, trusted: str
 ) -> tuple[Timeline, Timeline]:
-    """Return what the two crews did during these iterations of the train crew, by the clock of its master.
+    """Return the Timeline of each crew during these iterations of the train crew, by its master's clock.
 
     The rollout crew has no bars if nothing relates its clock.
     """

@@ -59,7 +59,7 @@ class GroupText:
     size: int
     samples: list[SampleText]
     pictures: list[str]
-    """Those that its prompt shows, small, as `data:` URIs; none where they or Pillow are missing."""
+    """Pictures that its prompt shows, small, as `data:` URIs; none where they or Pillow are missing."""
 
 
 @dataclass(frozen=True)

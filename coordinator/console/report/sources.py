@@ -113,7 +113,7 @@ def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
 
 
 def _events(texts: list[str]) -> Iterator[Line]:
-    """The events in the lines."""
+    """Yield the events in the lines."""
     for start in range(0, len(texts), TOGETHER):
         yield from filter(is_event, _parsed(texts[start : start + TOGETHER]))
 

@@ -20,7 +20,7 @@ RECENT = 10
 """How many iterations advice is based on."""
 MUCH_TRUNCATED, MOST_FLAT = 0.1, 0.9
 LOST_ENTROPY = 0.05
-"""Of the largest of the first iterations."""
+"""Part of the first iterations' largest entropy below which it is said to be lost."""
 HELD_FRACTION = 0.05
 """Interruptions are mentioned if they took more than this part of the time."""
 
@@ -111,7 +111,7 @@ def advice(
     checkpoint: int | None,
     sound_kl: float = ROUNDING_KL,
 ) -> list[Advice]:
-    """Return what to do next. `sound_kl`: TrainerSettings.sound_kl of the run."""
+    """Return the advice on what to do next. `sound_kl`: TrainerSettings.sound_kl of the run."""
     advices: list[Advice] = []
     path = shlex.quote(str(root))
     if status["state"] == "holding":
@@ -138,7 +138,7 @@ def advice(
 
 
 def _of_learning(lines: Lines, sound_kl: float) -> list[Advice]:
-    """Return what the means of the last RECENT iterations advise."""
+    """Return the advice by the means of the last RECENT iterations."""
     advices: list[Advice] = []
     if _recent(lines, "truncated") > MUCH_TRUNCATED:
         text = "of the samples of late are cut before they end; if their answers should be longer, give them"

@@ -47,7 +47,9 @@ class Launcher:
                 raise SettingsError(f"leave {option} out: the server has a node on each of {self.hosts}")
 
     def command(self, log_path: Path, options: Sequence[str], output: Path) -> list[str]:
-        """Return what starts the nodes of a job, and goes on as long as they do; it prints to `output`."""
+        """Return the command that starts the nodes of a job, and goes on as long as they do; it prints to
+        `output`.
+        """
         words = ["--log-path", str(log_path), *options]
         match self.kind:
             case "ssh":
@@ -61,7 +63,7 @@ class Launcher:
                 return run_command("local", *words)
 
     def cancel(self, log_path: Path) -> list[str]:
-        """Return what ends the nodes where a signal to the command does not; empty: it does."""
+        """Return the command that ends the nodes where a signal does not; empty: a signal does."""
         return ["scancel", "--me", f"--name={_slurm_name(log_path)}"] if self.kind == "slurm" else []
 
 

@@ -54,7 +54,7 @@ class Readings:
             return status
 
     def list(self, job: Job) -> dict[str, Any]:
-        """Return what a list of jobs shows of one. Of a job that has ended it is not read again."""
+        """Return the entry of a job in a list. Of a job that has ended it is not read again."""
         number = job.start().number
         of_start, listed = self._ended.get(job.log_path, (0, {}))
         if of_start == number:

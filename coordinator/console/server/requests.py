@@ -15,7 +15,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer."""
+"""Headers of every answer."""
 
 
 def number_of(request: web.Request, key: str, otherwise: int) -> int:

@@ -126,7 +126,7 @@ def _silent_s(
 def _with_flags(
     board: Board, record: EpochRecord, settings: RunSettings, contents: Said, gone: set[int]
 ) -> Said:
-    """Return what the nodes say, in the phases that their flags show: heartbeats are up to seconds older."""
+    """Return the nodes' contents in the phases that their flags show: heartbeats are up to seconds older."""
     reached: dict[int, Place] = {}
     for flag in board.flags:
         if flag.epoch == record.epoch and flag.is_done and flag.phase in PHASES.values():

@@ -117,7 +117,7 @@ class Seen:
         }
 
     def _work(self, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """Return what nodes do that is not what their phase is for: `starting the engine`."""
+        """Return the nodes' work that is not what their phase is for: `starting the engine`."""
         alive = [rank for rank, node in enumerate(nodes) if node["state"] == "alive"]
         return ", ".join(sorted({self.contents.get(rank, {}).get("work", "") for rank in alive} - {""}))
 

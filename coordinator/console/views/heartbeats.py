@@ -22,7 +22,7 @@ class _Gpu(BaseModel):
 
 
 class _Content(BaseModel):
-    """Of a heartbeat, what is shown."""
+    """The fields of a heartbeat that views show."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ class _Content(BaseModel):
 
 
 def heartbeat_values(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
-    """Return what a beat says, without what it does not say; {} if it is gone or damaged."""
+    """Return the fields that a beat has; {} if it is gone or damaged."""
     try:
         return _Content.model_validate(read_beat(run_dir, beat)).model_dump(exclude_unset=True)
     except (ValidationError, RecursionError):  # the latter: of deeply nested JSON

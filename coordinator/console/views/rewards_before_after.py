@@ -36,7 +36,7 @@ class BeforeAfter:
     samples: int = 0
     groups: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Of all rewards before, and of those that there are after."""
+    """Sums of all rewards before, and of those that there are after."""
     failed: int = 0
     flat: list[int] = field(default_factory=lambda: [0, 0])
     """How many groups have nothing but equal rewards, before and after."""

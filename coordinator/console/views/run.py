@@ -69,7 +69,7 @@ class Run:
         return StartedRun(log_path, settings or {})
 
     def status(self) -> dict[str, Any]:
-        """Return what `run status --json` prints: where each node is, what it waits for, its tasks done.
+        """Return the document of `run status --json`: where each node is, what it waits for, its tasks done.
 
         `crews` has the same of each crew, where one generates and another trains.
 
@@ -188,7 +188,7 @@ class StartedRun(Run):
             time.sleep(LOOK_S)
 
     def output(self) -> str:
-        """Return what `run local` has printed so far; `run logs` has the lines of each node."""
+        """Return the output of `run local` so far; `run logs` has the lines of each node."""
         descriptor = self._output.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 

@@ -191,7 +191,7 @@ class LiveView:
         return plain(whole + end), ended
 
     def _lines(self) -> list[Text]:
-        """Return what to show now; nothing while a shell has the terminal, or before there is a run."""
+        """Return the lines to show now; none while a shell has the terminal, or before there is a run."""
         if self._readings is None or not _in_foreground(self._file):
             return []
         note = self._note(self._readings)

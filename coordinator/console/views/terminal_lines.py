@@ -22,7 +22,7 @@ BAR = (6, 30)
 HOST_LETTERS = 8
 """A host's name keeps at least this many letters."""
 LEAST_ROWS = 4
-"""Of the table: its head, two nodes, and the line about the others. The rewards are left out for them."""
+"""Fewest rows of the table: its head, two nodes, the line about the others. Rewards are left out for them."""
 GAP = "  "
 STATES = {"alive": "green", "left": "red", "silent": "red", "never_seen": "yellow", "waits": "dim"}
 """Colours of the nodes of a run that goes on. In one that has ended no node needs attention."""

@@ -25,7 +25,8 @@ from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.model.learner import Learner, build_learner
 from trainer.model.pictures import Pictures
 from trainer.settings import LoraSettings, TrainerSettings
-from trainer.update.step import StepStats, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats
 
 CPU = torch.device("cpu")
 CLOSE = 1e-3

@@ -15,7 +15,8 @@ from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import bundle
 from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
-from trainer.update.step import StepStats, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats
 
 GIB = 2**30
 PEAK_FLOPS = 989e12

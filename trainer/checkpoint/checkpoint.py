@@ -36,6 +36,7 @@ from trainer.checkpoint import hub_files, state
 from trainer.checkpoint.outputs import Outputs, finish_copy
 from trainer.checkpoint.probe import probe_document
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
+from trainer.checkpoint.restore import read_document, restore
 from trainer.checkpoint.retrain import Beginning, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import (
@@ -103,14 +104,14 @@ def load(
             logger.info("%s has no trainer state: a fresh optimizer goes on from it", base_dir)
         return learner
     state_dir = Path(resume.state_dir or base_dir / STATE_DIR)
-    document = state.read_document(state_dir)
+    document = read_document(state_dir)
     state_policy = resume.state_policy or policy
     if document.policy != state_policy:
         raise CheckpointError(
             f"{state_dir} belongs to policy {document.policy}, the weights to go on from are {state_policy}; "
             f"restore the pair, or remove {state_dir} to start with a fresh optimizer"
         )
-    go_back = partial(state.restore, learner, state_dir, document, progress)
+    go_back = partial(restore, learner, state_dir, document, progress)
     if resume.repeat:
         assert repeat is not None, "batches to repeat need it"
         begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")

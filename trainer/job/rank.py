@@ -32,7 +32,8 @@ from trainer.model.parallel import LayoutError
 from trainer.model.pictures import Pictures
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
-from trainer.update.step import StepStats, by_source, summary, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats, by_source, summary
 
 OF_A_NODE = {
     *("batch_file", "base_dir", "model_dir", "model_name", "staging_dir", "state_dir", "resume"),

@@ -25,7 +25,8 @@ from trainer.batch.batch import Batch
 from trainer.batch.building import build_batch
 from trainer.checkpoint import checkpoint, hub_files, outputs, state
 from trainer.checkpoint.checkpoint import CheckpointError
-from trainer.checkpoint.state import StateSaver, read_document
+from trainer.checkpoint.restore import read_document
+from trainer.checkpoint.state import StateSaver
 from trainer.documents import Resume, SavedState, TrainRequest, TrainResult
 from trainer.model.learner import Learner, build_learner
 from trainer.progress import NOT_SAVED

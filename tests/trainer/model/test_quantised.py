@@ -20,7 +20,8 @@ from trainer.model.learner import Learner, build_learner
 from trainer.model.lora import LoraError
 from trainer.model.quantised import Quantised
 from trainer.settings import LoraSettings, TrainerSettings
-from trainer.update.step import StepStats, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats
 
 CPU = torch.device("cpu")
 QLORA = TrainerSettings(

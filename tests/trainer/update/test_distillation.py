@@ -16,7 +16,8 @@ from trainer.batch.packing import Bundle, fill
 from trainer.model import tiny
 from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
-from trainer.update.step import StepStats, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats
 
 CPU = torch.device("cpu")
 

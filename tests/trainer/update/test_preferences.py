@@ -18,7 +18,8 @@ from trainer.batch.packing import Bundle, fill
 from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.preferences import mismatched
-from trainer.update.step import StepStats, train
+from trainer.update.step import train
+from trainer.update.step_stats import StepStats
 
 CPU = torch.device("cpu")
 PAIRS = 6
@@ -94,9 +95,9 @@ def test_answers_behind_another_prompt_have_neither_routes_nor_pictures_of_their
         routes=np.arange(4 * tokens, dtype=np.int16),
         pictures=pictures,
     )
-    given._check()
+    given.check()
     moved = mismatched(given, [range(sequences)])
-    moved._check()
+    moved.check()
     assert not len(moved.routes)
     assert all(shown == [Picture("a", 0, 2)] for shown in moved.pictures)
     behind = (long + 1) % sequences

@@ -18,7 +18,8 @@ from trainer.model.learner import Learner, build_learner, learning_rate
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE
-from trainer.update.step import StepStats, TrainingDiverged, _padding, by_source, summary, train
+from trainer.update.step import TrainingDiverged, _padding, train
+from trainer.update.step_stats import StepStats, by_source, summary
 
 CPU = torch.device("cpu")
 SETTINGS = TrainerSettings()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator import main
+from coordinator.phases import epochs
 from coordinator.protocol.exits import NodeLost
 from rollout.engines.model_dir import WeightsError
 
@@ -36,20 +36,20 @@ def failing(times: int, seen: list[str]) -> Callable[..., None]:
 
 def test_any_error_while_the_directory_is_away_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(main, "_run_epoch", failing(1, seen))
-    main._run_epochs(node_of([True], seen), lambda _node: None)
+    monkeypatch.setattr(epochs, "_run_epoch", failing(1, seen))
+    epochs.run_epochs(node_of([True], seen), lambda _node: None)
     assert seen == ["epoch", "came back", "epoch"]
 
 
-@pytest.mark.parametrize(("cut_off", "epochs"), [([False], 1), ([True, False], 2), ([True] * 9, 4)])
+@pytest.mark.parametrize(("cut_off", "count"), [([False], 1), ([True, False], 2), ([True] * 9, 4)])
 def test_error_that_is_there_with_the_directory_as_well_ends_the_node(
-    monkeypatch: pytest.MonkeyPatch, cut_off: list[bool], epochs: int
+    monkeypatch: pytest.MonkeyPatch, cut_off: list[bool], count: int
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(main, "_run_epoch", failing(9, seen))
+    monkeypatch.setattr(epochs, "_run_epoch", failing(9, seen))
     with pytest.raises(WeightsError):
-        main._run_epochs(node_of(cut_off, seen), lambda _node: None)
-    assert seen.count("epoch") == epochs
+        epochs.run_epochs(node_of(cut_off, seen), lambda _node: None)
+    assert seen.count("epoch") == count
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
         phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
-    main._hold(node, NodeLost(2, "rank 2 is lost: silent", False))
+    epochs._hold(node, NodeLost(2, "rank 2 is lost: silent", False))
     (record,) = caplog.records
     event = {"what": "lost", "rank": 2, "text": "rank 2 is lost: silent"}
     assert (record.getMessage(), vars(record)["event"]) == (text, event)

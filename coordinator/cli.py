@@ -7,7 +7,6 @@ commands in console/commands, whose files are imported when they are typed.
 
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -86,15 +85,17 @@ def node(
         return 0
     if worker is not None and worker.startswith("--"):
         raise SettingsError(f"--worker {worker}: give the rank of this machine, e.g. --worker 1 {worker}")
-    overrides = _given(words or [], config, debug_mode, typed)
     for_the_master = {"--accept-code-change": accept_code_change, RESET: reset_settings}
     for name in [name for name, is_given in for_the_master.items() if is_given and worker is not None]:
         # Slurm gives all nodes the same command, without --worker
         raise SettingsError(f"{name} is for the master; leave it out beside --worker {worker}")
-    request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
+    start = {"allow_shared_dir": allow_shared_dir, "accept_code_change": accept_code_change}
+    request = _request(log_path, words, config, debug_mode, typed, reset=reset_settings or (), **start)
     request = _with_rank(request, master, worker)
     if dry_run or settings_only:
-        return _show(request, looks=not settings_only)
+        from coordinator.start.dry_run import show
+
+        return show(request, looks=not settings_only)
     hold_up_nobody()
     from rollout.processes.imports import importing
 
@@ -138,10 +139,12 @@ def local(
 
     if master or worker is not None:
         raise SettingsError("run local starts all nodes of this machine; leave --master and --worker out")
-    overrides = _given(words or [], config, debug_mode, typed)
-    request = _request(log_path, overrides, reset_settings, accept_code_change, allow_shared_dir)
+    start = {"allow_shared_dir": allow_shared_dir, "accept_code_change": accept_code_change}
+    request = _request(log_path, words, config, debug_mode, typed, reset=reset_settings or (), **start)
     if dry_run or settings_only:
-        return _show(request, looks=not settings_only)
+        from coordinator.start.dry_run import show
+
+        return show(request, looks=not settings_only)
     hold_up_nobody()
     from coordinator.machine.children import Children
     from coordinator.machine.oddities import need_temporary
@@ -184,7 +187,7 @@ def guest(
     from coordinator.console.commands.typos import settings_of
     from coordinator.journal.streams import hold_up_nobody
 
-    request = _request(log_path, settings_of(words or []), None, False, allow_shared_dir)
+    overrides = settings_of(words or [])
     hold_up_nobody()
     from rollout.processes.imports import importing
 
@@ -192,41 +195,33 @@ def guest(
         from coordinator.journal import logs
         from coordinator.main import run_guest
         from coordinator.start.log_path import ready_machine
+        from coordinator.start.request import StartRequest
 
-    request = replace(request, root=ready_machine(request.root), guest=name)
+    root = ready_machine(log_path.absolute())
+    request = StartRequest(root, overrides=overrides, allow_shared_dir=allow_shared_dir, guest=name)
     return run_guest(request, logs.set_up(None))
-
-
-def _given(
-    words: Sequence[str], config: Path | None, debug_mode: bool, typed: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the settings that were typed, by dotted name: of a file, of options, of KEY=VALUE."""
-    from coordinator.console.commands.options import given_options
-    from coordinator.console.commands.typos import settings_of
-    from coordinator.settings.loading import read_file
-
-    overrides: dict[str, Any] = read_file(config) if config else {}
-    overrides |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
-    return {**overrides, **given_options(typed), **settings_of(words)}
 
 
 def _request(
     log_path: Path,
-    overrides: dict[str, Any],
-    reset: list[str] | None,
-    accept_code_change: bool,
-    allow_shared_dir: bool,
+    words: Sequence[str] | None,
+    config: Path | None,
+    debug_mode: bool,
+    typed: dict[str, Any],
+    **start: Any,
 ) -> "StartRequest":
-    """Return the StartRequest of what was typed, as of rank 0."""
+    """Return the StartRequest of rank 0: settings of a file, of options, of KEY=VALUE; the last counts.
+    `start`: other fields of StartRequest.
+    """
+    from coordinator.console.commands.options import given_options
+    from coordinator.console.commands.typos import settings_of
+    from coordinator.settings.loading import read_file
     from coordinator.start.request import StartRequest
 
-    return StartRequest(
-        log_path.absolute(),
-        overrides=overrides,
-        reset=reset or (),
-        accept_code_change=accept_code_change,
-        allow_shared_dir=allow_shared_dir,
-    )
+    overrides: dict[str, Any] = read_file(config) if config else {}
+    overrides |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
+    overrides |= given_options(typed) | settings_of(words or [])
+    return StartRequest(log_path.absolute(), overrides=overrides, **start)
 
 
 def _with_rank(request: "StartRequest", master: bool, worker: str | None) -> "StartRequest":
@@ -240,27 +235,6 @@ def _with_rank(request: "StartRequest", master: bool, worker: str | None) -> "St
         request = replace(request, overrides={**request.overrides, "cluster.num_nodes": nodes})
     num_nodes = build(resume_given(request)).cluster.num_nodes if worker is None else 0
     return replace(request, rank=resolve_rank(master, worker, num_nodes, os.environ, own_names()))
-
-
-def _show(request: "StartRequest", looks: bool) -> int:
-    """Print the settings that a start of the master would go by, and on stderr what that changes. With
-    `looks`, SettingsError for what they name if a start would refuse it.
-    """
-    from coordinator.settings.loading import build
-    from coordinator.start.last_settings import changes
-    from coordinator.start.start import last_start, resume_given
-
-    overrides = resume_given(request)
-    settings = build(overrides)
-    print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
-    for change in changes(last_start(request.root), settings):
-        print(change, file=sys.stderr)
-    if looks and request.rank == 0:  # a worker takes its settings from the master
-        from coordinator.start.dry_run import check_named
-
-        if fetched := check_named(settings, overrides):
-            print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
-    return 0
 
 
 def _app(name: str) -> typer.Typer:
@@ -304,10 +278,8 @@ def main() -> int:
     name = arguments[0] if arguments else ""
     names = [name] if name in (LOCAL, GUEST, *COMMANDS) else []
     from coordinator.console.commands.typos import with_all_resets
-    from coordinator.journal.control_characters import plain
     from coordinator.settings.tree import SettingsError
     from rollout.processes.imports import importing
-    from rollout.storage.files import SharedFsError
 
     command = " ".join([PROGRAM, *names])
     installs = {"--install-completion", "--show-completion"} & set(arguments)
@@ -316,38 +288,37 @@ def main() -> int:
         with importing():
             app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
         return app(rest, prog_name=shown, standalone_mode=False) or 0
-    except SettingsError as error:
-        print(f"run: {plain(str(error))}", file=sys.stderr)
-    except typer.TyperException as error:
+    except KeyboardInterrupt:
+        return 130
+    except (SettingsError, typer.TyperException, RuntimeError, OSError) as error:
+        text, code = _failure(error, command, arguments)
+        print(f"run: {text}", file=sys.stderr)
+        return code
+
+
+def _failure(error: Exception, command: str, arguments: list[str]) -> tuple[str, int]:
+    """Return what an error says of what was typed or of this machine, and the exit code; raise any other."""
+    from coordinator.journal.control_characters import plain
+    from coordinator.machine.oddities import explained
+    from coordinator.settings.tree import SettingsError
+    from rollout.storage.files import SharedFsError
+
+    if isinstance(error, SettingsError | SharedFsError):
+        return plain(str(error)), 2 if isinstance(error, SettingsError) else 1
+    if isinstance(error, typer.TyperException):
         from coordinator.console.commands.typos import of_option
 
-        print(f"run: {plain(of_option(error, arguments))}; see {command} --help", file=sys.stderr)
-    except SharedFsError as error:
-        print(f"run: {plain(str(error))}", file=sys.stderr)
-        return 1
-    except (RuntimeError, OSError) as error:
-        from coordinator.machine.oddities import explained
-
-        if (reason := explained(error)) is not error:
-            print(f"run: {reason}", file=sys.stderr)
-            return 1
-        if isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/"):
-            print(
-                f"run: {error.filename} is not there: mount /proc (mount -t proc proc /proc)", file=sys.stderr
-            )
-            return 1
-        if isinstance(error, FileNotFoundError) and error.filename is None:
-            print("run: the current directory was removed: go to another one (cd), and type it again",
-                  file=sys.stderr)  # fmt: skip
-            return 2
-        if not isinstance(error, OSError) or error.errno != errno.ENOSPC or error.filename is not None:
-            raise
+        return f"{plain(of_option(error, arguments))}; see {command} --help", 2
+    if (reason := explained(error)) is not error:
+        return str(reason), 1
+    if isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/"):
+        return f"{error.filename} is not there: mount /proc (mount -t proc proc /proc)", 1
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return "the current directory was removed: go to another one (cd), and type it again", 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it would fail once more at the end
-        print(f"run: the output cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    return 2
+        return f"the output cannot be written: {error.strerror}", 1
+    raise error
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""`--dry-run`: what the settings name, looked at as a start would."""
+"""`--dry-run`: the settings, and what they name, shown, and looked at as a start would."""
 
+import json
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import MASTER, RunDir
+from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import refuse_training_tasks
 from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
+from coordinator.start.last_settings import changes
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_tasks import (
     look_at_text,
@@ -16,6 +20,8 @@ from coordinator.start.refusals_of_tasks import (
     refuse_unrendered,
     without_longer,
 )
+from coordinator.start.request import StartRequest
+from coordinator.start.start import last_start, resume_given
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.model_dir import WeightsError
@@ -25,6 +31,21 @@ from rollout.tasks.file_kinds import HUB
 from rollout.tasks.task_set import TaskError
 
 log = logging.getLogger(__name__)
+
+
+def show(request: StartRequest, looks: bool) -> int:
+    """Print the settings that a start of the master would go by, and on stderr what that changes. With
+    `looks`, SettingsError for what they name if a start would refuse it.
+    """
+    overrides = resume_given(request)
+    settings = build(overrides)
+    print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
+    for change in changes(last_start(request.root), settings):
+        print(change, file=sys.stderr)
+    is_master = request.rank == MASTER  # a worker takes its settings from the master
+    if looks and is_master and (fetched := check_named(settings, overrides)):
+        print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
+    return 0
 
 
 def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | None:

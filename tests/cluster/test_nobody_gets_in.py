@@ -128,12 +128,19 @@ def test_nodes_find_each_other_listen_to_their_peers_alone_and_keep_their_files_
 ) -> None:
     with Hosts(2, decoy=True) as hosts, listeners(hosts, tmp_path) as seen:
         arguments = (*FAST, "--num-nodes", "2", "--rank-weights", "2,1")
-        arguments += ("--iterations", "2", "--eval-interval", "1")
+        arguments += ("--iterations", "200", "--eval-interval", "1")
         for rank, host in enumerate(hosts):
             cluster.start(rank, *(() if rank else arguments), prefix=host.argv(UMASK))
         cluster.until(lambda: cluster.metrics(), "the first iteration", 240)
         assert check_modes(cluster.root) > 20
-        assert cluster.wait() == [0, 0], cluster.everything_said()
+        # A watcher of a busy machine misses some iterations' trainers.
+        cluster.until(
+            lambda: seen[0].of("trainer.job.agent") and all(mine.of("trainer") for mine in seen),
+            "the ranks of a training job",
+            240,
+        )
+        cluster.kill(0, signal.SIGINT)
+        assert cluster.wait() == [130, 130], cluster.everything_said()
         assert cluster.metrics()[0]["loss"] is not None
         record = EpochRecord.model_validate_json(cluster.run_dir.entry(Record(2)).read_bytes())
         assert [member.address for member in record.members.values()] == [host.address for host in hosts]
@@ -141,7 +148,7 @@ def test_nodes_find_each_other_listen_to_their_peers_alone_and_keep_their_files_
         for rank, host in enumerate(hosts):
             mine = seen[rank]
             assert mine.of("rollout.engines.embedded.server") == []
-            assert mine.of("trainer.job.agent") == ([host.address] if rank == 0 else [])
+            assert set(mine.of("trainer.job.agent")) == ({host.address} if rank == 0 else set())
             assert set(mine.of("trainer")) == {host.address}, "gloo"
             others = {"trainer.job.agent", "trainer"}
             assert [line for line in mine.found() if line[0] not in others] == []

@@ -46,9 +46,6 @@ ENDED = {"finished": 0, "failed": 1, "lost": 3, "stopped": 130}
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
-_DECODER = codecs.getincrementaldecoder("utf-8")
-
-
 class ServerError(RuntimeError):
     """The server has refused, or the call is wrong (`status`: as of HTTP), or no server answers (0). The text
     is one line.
@@ -233,13 +230,12 @@ class Job:
         return self.server.ask("GET", f"{self._path}/metrics?since={since}")["lines"]
 
     def logs(self, lines: int = 20, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """Yield what the job prints, or one of its nodes (`rank`); `follow`: until it has ended."""
+        """Return what the job prints, or its node `rank`, in pieces; `follow`: until it has ended."""
         query: dict[str, Any] = {"lines": lines, "follow": int(follow)}
         query |= {} if rank is None else {"rank": rank}
-        place, decoder = f"{self._path}/logs?{urllib.parse.urlencode(query)}", _DECODER("replace")
-        for piece in self.server.stream("GET", place, timeout_s=None if follow else TIMEOUT_S):
-            yield decoder.decode(piece)
-        yield decoder.decode(b"", final=True)
+        place = f"{self._path}/logs?{urllib.parse.urlencode(query)}"
+        pieces = self.server.stream("GET", place, timeout_s=None if follow else TIMEOUT_S)
+        return codecs.iterdecode(pieces, "utf-8", "replace")
 
     def stop(self, now: bool = False) -> dict[str, Any]:
         """Stop the job in order, as one Ctrl+C; `now`: end each node at once. Returns the job."""
@@ -344,7 +340,16 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
         command.usage = add(command)
         command.set_defaults(call=call)
     try:
-        typed, rest = parser.parse_known_args(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        if words and words[0] in OF_RUNS and any(word.partition("=")[0] == "--log-path" for word in words):
+            raise ServerError(
+                f"run {words[0]} --log-path: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}"
+            )
+        typed, rest = parser.parse_known_args(words)
+        if "/" in (getattr(typed, "name", None) or "") and typed.command in OF_RUNS:
+            raise ServerError(
+                f"run {typed.command} {typed.name}: give the name of a job; {OF_RUNS[typed.command]}"
+            )
         if rest and typed.command != "submit":
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return typed.call(_server(typed), typed, rest)
@@ -385,11 +390,8 @@ def _submit(server: Server, typed: argparse.Namespace, options: Sequence[str]) -
     for word in options:
         value = word.partition("=")[2] or word
         if value not in typed.upload and os.path.isfile(value):
-            print(
-                f"run: {value} is a file here, and is not sent: the server looks for its own; to send this "
-                f"one: --upload {value}",
-                file=sys.stderr,
-            )
+            _warn(f"{value} is a file here, and is not sent: the server looks for its own; to send this "
+                  f"one: --upload {value}")  # fmt: skip
     print(server.submit(options, typed.upload, typed.name).name)
     return 0
 
@@ -519,6 +521,15 @@ COMMANDS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentPa
     "guest": (_guest, "Let the server's machine help a job that runs.", _of_name),
     "fetch": (_fetch, "Fetch a checkpoint's model, verified, or the report.", _of_fetch),
 }
+
+OF_RUNS = {
+    "jobs": "of a run: run status --log-path DIR",
+    "overwatch": "of a run: run status --log-path DIR --watch",
+    "stop": "Ctrl+C ends a run, where its master or `run local` was started (or kill -INT its process)",
+    "resume": "the command that started a run, typed again, resumes it",
+    "fetch": "of a run: run export --log-path DIR -o OUT, or run report --log-path DIR",
+}
+"""What does with a run what a command does with a job."""
 
 if __name__ == "__main__":
     sys.exit(main())

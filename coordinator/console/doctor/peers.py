@@ -9,7 +9,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ CONNECT_S = 5.0
 
 def checks_between(
     host: Host, missing: Mapping[int, str], mount: Mount, directory: Path
-) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
+) -> Generator[tuple[str, Callable[[], list[Check]]]]:
     """Yield each check's name and function. `missing`: ranks that did not come, and what to type there."""
     yield "nodes", lambda: [judge.judge_nodes({r: m["host"] for r, m in host.members.items()}, missing)]
     if len(host.members) > 1:

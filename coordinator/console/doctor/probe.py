@@ -9,7 +9,7 @@ import math
 import os
 import pwd
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ BIG_BYTES = 64 * 2**20
 NEEDED = ("python", "flagpost", "torch", "transformers")
 
 
-def node_checks(directory: Path, mount: Mount) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
+def node_checks(directory: Path, mount: Mount) -> Generator[tuple[str, Callable[[], list[Check]]]]:
     """Yield each check's name and function; `directory`, on `mount`, is only for this process.
 
     The partner lives until its last check is done.

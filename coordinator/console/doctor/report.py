@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,13 +21,8 @@ HANG_S = 150.0
 """The doctor makes a call on the shared directory more often than this; after it, one call hangs."""
 COLORS = {"ok": 32, "slow": 33, "warn": 33, "fail": 31}
 
-Checks = Iterable[tuple[str, Callable[[], list[Check]]]]
+Checks = Generator[tuple[str, Callable[[], list[Check]]]]
 """Each check's name and function."""
-
-
-def _each(checks: Checks) -> Generator[tuple[str, Callable[[], list[Check]]]]:
-    """Yield each check; closing this closes `checks`."""
-    yield from checks
 
 
 class Report:
@@ -64,8 +59,8 @@ class Report:
         """Do each check and add its rows; a check that cannot be done has failed. What `checks` holds open,
         such as a process that writes in the directory, is closed even if a signal ends a check.
         """
-        with contextlib.closing(_each(checks)) as each:
-            for self.current, check in each:
+        with contextlib.closing(checks):
+            for self.current, check in checks:
                 try:
                     rows = check()
                 except OSError as error:

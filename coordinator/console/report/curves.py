@@ -102,13 +102,7 @@ def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[
     measured = by_policy(lines)
     axis = "iteration" if measured is None else "policy of iteration"
     measuring = lines if measured is None else measured
-    drawn_charts: list[Chart] = []
-    for title, note, unit, fields in CHARTS:
-        is_of_policy = fields[0][0] in OF_THE_POLICY
-        source = measuring if is_of_policy else lines
-        drawn = [(label, data) for field, label in fields if (data := points(source, field))]
-        if drawn:
-            drawn_charts.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+    drawn_charts = _fixed_charts({"": lines}, {"": measuring}, axis)
     if passed := _pass_at(measuring, axis):
         drawn_charts.insert(1, passed)
     drawn_charts += _of_sets(measuring, axis)
@@ -132,17 +126,7 @@ def both(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
             name: moved[name] or [{**line, "iteration": line["iteration"] - 1} for line in lines]
             for name, lines in runs.items()
         }
-    drawn_charts: list[Chart] = []
-    for title, note, unit, fields in CHARTS:
-        is_of_policy = fields[0][0] in OF_THE_POLICY
-        drawn = [
-            (f"{name} {label}" if len(fields) > 1 else name, data)
-            for field, label in fields
-            for name, lines in (measuring if is_of_policy else runs).items()
-            if (data := points(lines, field))
-        ]
-        if drawn:
-            drawn_charts.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
+    drawn_charts = _fixed_charts(runs, measuring, axis)
     of_sets = {name: history(lines) for name, lines in measuring.items()}
     for eval_set in sorted(
         {eval_set for scores in of_sets.values() for eval_set in scores} - {"eval_reward"}
@@ -152,6 +136,28 @@ def both(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
             for name, scores in of_sets.items()
         ]
         drawn_charts.append(chart(eval_set, "evaluation set, mean reward", "", drawn, axis))
+    return drawn_charts
+
+
+def _fixed_charts(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    measuring: Mapping[str, Sequence[Mapping[str, Any]]],
+    axis: str,
+) -> list[Chart]:
+    """Return those of CHARTS that have data, with the curves of all runs, by name; one run needs no name.
+    `measuring`: their lines at what `axis` says.
+    """
+    drawn_charts: list[Chart] = []
+    for title, note, unit, fields in CHARTS:
+        is_of_policy = fields[0][0] in OF_THE_POLICY
+        drawn = [
+            (f"{name} {label}".strip() if len(fields) > 1 or not name else name, data)
+            for field, label in fields
+            for name, lines in (measuring if is_of_policy else runs).items()
+            if (data := points(lines, field))
+        ]
+        if drawn:
+            drawn_charts.append(chart(title, note, unit, drawn, axis if is_of_policy else "iteration"))
     return drawn_charts
 
 

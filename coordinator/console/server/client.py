@@ -46,9 +46,6 @@ ENDED = {"finished": 0, "failed": 1, "lost": 3, "stopped": 130}
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
-_DECODER = codecs.getincrementaldecoder("utf-8")
-
-
 class ServerError(RuntimeError):
     """The server has refused, or the call is wrong (`status`: as of HTTP), or no server answers (0). The text
     is one line.
@@ -233,13 +230,12 @@ class Job:
         return self.server.ask("GET", f"{self._path}/metrics?since={since}")["lines"]
 
     def logs(self, lines: int = 20, follow: bool = False, rank: int | None = None) -> Iterator[str]:
-        """Yield what the job prints, or one of its nodes (`rank`); `follow`: until it has ended."""
+        """Return what the job prints, or its node `rank`, in pieces; `follow`: until it has ended."""
         query: dict[str, Any] = {"lines": lines, "follow": int(follow)}
         query |= {} if rank is None else {"rank": rank}
-        place, decoder = f"{self._path}/logs?{urllib.parse.urlencode(query)}", _DECODER("replace")
-        for piece in self.server.stream("GET", place, timeout_s=None if follow else TIMEOUT_S):
-            yield decoder.decode(piece)
-        yield decoder.decode(b"", final=True)
+        place = f"{self._path}/logs?{urllib.parse.urlencode(query)}"
+        pieces = self.server.stream("GET", place, timeout_s=None if follow else TIMEOUT_S)
+        return codecs.iterdecode(pieces, "utf-8", "replace")
 
     def stop(self, now: bool = False) -> dict[str, Any]:
         """Stop the job in order, as one Ctrl+C; `now`: end each node at once. Returns the job."""
@@ -394,11 +390,8 @@ def _submit(server: Server, typed: argparse.Namespace, options: Sequence[str]) -
     for word in options:
         value = word.partition("=")[2] or word
         if value not in typed.upload and os.path.isfile(value):
-            print(
-                f"run: {value} is a file here, and is not sent: the server looks for its own; to send this "
-                f"one: --upload {value}",
-                file=sys.stderr,
-            )
+            _warn(f"{value} is a file here, and is not sent: the server looks for its own; to send this "
+                  f"one: --upload {value}")  # fmt: skip
     print(server.submit(options, typed.upload, typed.name).name)
     return 0
 

@@ -16,6 +16,7 @@ from coordinator.console.views.logs import LogPrinter, nodes_with_logs, tail
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.directory import published
+from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import plain
 from coordinator.protocol.exits import OUTCOMES
@@ -149,7 +150,7 @@ class Output:
         self._text = io.StringIO()
         self._printer: LogPrinter | None = None
         if rank is not None:
-            crews = _crews(job)
+            crews = crew_dirs(_run(job).run_dir.root)
             there = sorted({run_dir.machine(its) for run_dir, its in nodes_with_logs(crews)})
             if rank not in there:
                 raise UnknownJob(
@@ -190,12 +191,12 @@ class Output:
         return text
 
 
-def _crews(job: Job) -> list[Any]:
+def _run(job: Job) -> Run:
+    """Return the run of a job; UnknownJob says why there is none."""
     try:
-        Run(job.log_path)
-        return list(crew_dirs(job.log_path))
-    except SettingsError:
-        raise UnknownJob(f"{job.name} has no run yet") from None
+        return Run(job.log_path)
+    except SettingsError as error:
+        raise UnknownJob(f"{job.name} has no run yet: {error}") from None
 
 
 def metrics_of(job: Job, since: int) -> list[dict[str, Any]]:
@@ -210,20 +211,14 @@ def report_of(job: Job) -> str:
     """Return the page of `run report`; UnknownJob if there is no run yet."""
     from coordinator.console.report import render
 
-    try:
-        return render(job.log_path, Run(job.log_path).status())
-    except SettingsError as error:
-        raise UnknownJob(f"{job.name}: {error}") from None
+    return render(job.log_path, _run(job).status())
 
 
 def checkpoint_of(job: Job, iteration: int | None) -> dict[str, Any]:
     """Return the files of a checkpoint's model, with sizes and checksums; of the newest one for None.
     UnknownJob says which there are.
     """
-    try:
-        run_dir = Run(job.log_path).run_dir
-    except SettingsError:
-        raise UnknownJob(f"{job.name} has no run yet") from None
+    run_dir = _run(job).run_dir
     there = published.checkpoints(run_dir)
     iteration = max(there, default=0) if iteration is None else iteration
     if iteration not in there:
@@ -242,4 +237,4 @@ def file_of_checkpoint(job: Job, iteration: int, name: str) -> Path:
     """Return the path of a file that `checkpoint_of` has named; UnknownJob for any other name."""
     if name not in checkpoint_of(job, iteration)["files"]:
         raise UnknownJob(f"checkpoint {iteration} of {job.name} has no such file")
-    return job.log_path / "checkpoints" / f"iteration_{iteration:06d}" / name
+    return RunDir(job.log_path).checkpoint(iteration) / name

@@ -49,15 +49,6 @@ class Compared(NamedTuple):
     parting: Parting | None
 
 
-def show_difference(first: Path, second: Path) -> int:
-    """Print how two runs differ; return 0 if they are equal as far as both go, 1 if not. SettingsError as
-    describe_difference.
-    """
-    lines, is_equal = describe_difference(first, second)
-    print("\n".join(lines))
-    return int(not is_equal)
-
-
 def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
     """Return lines that say where two runs part, then what they were started with that differs; and whether
     they are equal as far as both go. SettingsError if one of them is no run, or damaged where it is read, or

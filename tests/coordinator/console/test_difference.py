@@ -88,7 +88,7 @@ def test_runs_without_a_finished_iteration_in_common_are_not_called_equal(
 ) -> None:
     (two_runs[1] / "metrics.jsonl").write_text("")
     with pytest.raises(SettingsError, match="have no finished iteration in common; wait until"):
-        difference.show_difference(*two_runs)
+        difference.describe_difference(*two_runs)
 
 
 def test_what_is_damaged_is_named(two_runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_is_damaged_is_named(two_runs: tuple[Path, Path], monkeypatch: pyte
 
     monkeypatch.setattr(Run, "trajectories", damaged)
     with pytest.raises(SettingsError, match=r"part0001 differs .*; what is damaged cannot be compared"):
-        difference.show_difference(*two_runs)
+        difference.describe_difference(*two_runs)
 
 
 def test_argument_that_is_no_run_is_named_without_an_option_that_the_command_lacks(tmp_path: Path) -> None:

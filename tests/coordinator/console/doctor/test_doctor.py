@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def test_check_that_a_signal_ends_leaves_no_partner_that_goes_on_writing(tmp_pat
     def interrupted() -> list[Check]:
         raise KeyboardInterrupt
 
-    def checks() -> Iterator[tuple[str, Callable[[], list[Check]]]]:
+    def checks() -> Generator[tuple[str, Callable[[], list[Check]]]]:
         try:
             yield "atomic rename", interrupted
         finally:

@@ -29,7 +29,7 @@ class Prefix(logging.Formatter):
         self._events: logging.Handler | None = None
 
     def follow(self, where: Callable[[], str], doing: Doing) -> None:
-        """Say where the node is (` it 7 train_rollout`, or nothing) and what it does (`broken_silence`)."""
+        """Say where the node is (` it 7 train_rollout`, or nothing); `doing`: see `progress_reminders`."""
         self._where, self._doing = where, doing
 
     def doing(self) -> tuple[object, str]:

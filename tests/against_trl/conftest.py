@@ -1,4 +1,4 @@
-"""These tests need TRL; `make test-trl` runs them."""
+"""Tests that need TRL; `make test-trl` runs them."""
 
 from importlib.util import find_spec
 

@@ -60,14 +60,14 @@ ROWS = GROUPS * SAMPLES
 REWARDS = [[1, 0, 0.25, 0], [1, 1, 1, 1], [0, 2, 0.5, 0.5], [0, 0, 0, 0], [1, 0, 1, 0.75]]
 """Two groups are flat."""
 WEIGHTS = {"right": 1.0, "long": -0.25}
-"""Of two rewards: those, and the lengths of the answers."""
+"""The weights of two rewards: those above, and the lengths of the answers."""
 LENGTHS = [2 + (3 * row) % (LONGEST - 1) for row in range(ROWS)]
 TRUNCATED = {row for row in range(ROWS) if LENGTHS[row] == LONGEST}
 assert TRUNCATED
 FIRST = 10
 """The first token of row r is FIRST + r, by which a table is looked up; the last one of its prompt too."""
 SHIFT = 0.2
-"""Of the policy's log probabilities behind the prompt of another row."""
+"""Shift of the policy's log probabilities behind the prompt of another row."""
 
 
 def table(seed: int, spread: float, around: Tensor | None = None) -> Tensor:

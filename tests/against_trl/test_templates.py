@@ -46,7 +46,7 @@ THOUGHT = {**ANSWER, "reasoning_content": "Seven and eight."}
 class Family(NamedTuple):
     end: str
     call: str = ""
-    """As the model writes it; empty where the template shows no tools."""
+    """A call as the model writes it; empty where the template shows no tools."""
     call_end: str = ""
     keeps_thoughts: bool = False
     """Whether the template writes an answer's `reasoning_content`."""

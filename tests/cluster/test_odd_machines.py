@@ -18,8 +18,8 @@ READ_ONLY = (
     "mount --bind $share $share; mount -o remount,ro,bind /; "
     "for d in /tmp /var/tmp /dev/shm /root; do mount --bind $d $d; mount -o remount,ro,bind $d; done"
 )
-"""As a container with readOnlyRootFilesystem: only the shared directory can be written. No semaphore can be
-made."""
+"""Mounts of a container with readOnlyRootFilesystem: only the shared directory can be written. No semaphore
+can be made."""
 
 
 def test_a_run_lives_in_directories_whose_names_are_no_utf8(tmp_path: Path) -> None:

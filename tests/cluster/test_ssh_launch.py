@@ -92,7 +92,7 @@ SETTINGS = (
     *("rollout.tasks_per_iteration=6", "rollout.samples_per_task=2", "rollout.max_tokens=4"),
     *("cluster.beat_s=0.3", "cluster.node_timeout_s=15"),
 )
-"""Of a run that takes seconds."""
+"""Settings of a run that takes seconds."""
 
 
 def test_interrupt_ends_all_nodes_and_the_same_command_resumes(

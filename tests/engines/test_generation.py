@@ -23,7 +23,7 @@ from tests.engines.engines import Engine, Reference
 from tests.models import CONTEXT, EOS
 
 TOLERANCE = 1e-4
-"""Of a logprob in float32."""
+"""Largest difference of a logprob in float32."""
 PROMPT = "12+34="
 
 

@@ -45,10 +45,10 @@ class Seeing:
     engine: Engine
     model: Path
     other: Path
-    """The same architecture with other weights."""
+    """A model of this architecture with other weights."""
     images: Path
     digests: list[str]
-    """Of these files: two of the size that the model takes, one that has to be made smaller."""
+    """Digests of these files: two of the size that the model takes, one that has to be made smaller."""
 
     def ask(self, prompt: Any, sampling: Sampling = SAMPLING, **asked: Any) -> list[Completion]:
         return self.play(lambda policy: policy.generate(prompt, n=sampling.n, **asked), sampling)

@@ -20,7 +20,7 @@ from trainer.update.step_stats import StepStats
 
 GIB = 2**30
 PEAK_FLOPS = 989e12
-"""Of an H100 or H200: bfloat16, dense."""
+"""Peak of an H100 or H200: bfloat16, dense."""
 SMALL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,

@@ -14,7 +14,7 @@ from tests.paths import REPOSITORY
 
 PACKAGES = ("coordinator", "rollout", "trainer")
 MODULES = ("flagpost_command",)
-"""Of scripts/, beside the packages when they are installed."""
+"""Modules of scripts/ that stand beside the packages when they are installed."""
 NOT_SOURCES = (
     *(".git", ".venv*", "runs", "build", "dist", "*.egg-info"),
     *("__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"),

@@ -27,7 +27,7 @@ FIELDS = {
     ),
     *("config", "service", "experimental", "pool", "inputs", "outputs"),
 }
-"""Of a task, in SkyPilot's reference of the format; another one is an error there."""
+"""Fields of a task, in SkyPilot's reference of the format; another one is an error there."""
 STUB = """\
 #!/usr/bin/env bash
 echo "$RANK $*" >> {said}

@@ -45,7 +45,7 @@ class Machines:
 
 
 class Child:
-    """As child.Child."""
+    """The simulation's child.Child."""
 
     def __init__(self, machines: Machines, node: Process, name: str, spool: Path) -> None:
         self.name = name
@@ -104,7 +104,7 @@ def _collect(spool: Path) -> int:
 
 
 class Children:
-    """As children.Children, for the node that makes it."""
+    """The simulation's children.Children, for the node that makes it."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines

@@ -42,7 +42,7 @@ class Engine:
 
 
 class EngineAdmin:
-    """As rollout.engines.admin.EngineAdmin."""
+    """The simulation's rollout.engines.admin.EngineAdmin."""
 
     def __init__(self, engines: Mapping[str, Engine], url: str, **_settings: Any) -> None:
         self._engine = engines[url]
@@ -120,7 +120,7 @@ class EngineAdmin:
 
 
 class EngineClient:
-    """As rollout.engines.client.EngineClient: what it answers follows from prompt, seed and policy alone."""
+    """The simulation's rollout.engines.client.EngineClient: answers follow from prompt, seed and policy."""
 
     def __init__(
         self,

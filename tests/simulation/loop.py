@@ -41,7 +41,7 @@ class _Selector(selectors.BaseSelector):
 
 class _Loop(asyncio.SelectorEventLoop):
     skipped_s = 0.0
-    """As that of the real one, but time goes on: what times out meanwhile must do no harm either."""
+    """Seconds that were skipped. Time goes on: what times out meanwhile must do no harm either."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.selector = _Selector(scheduler)
@@ -88,7 +88,7 @@ def _cancel_all(loop: _Loop) -> None:
 
 
 class _Runner:
-    """As asyncio.Runner. What its coroutines do after the process was killed has no effect."""
+    """The simulation's asyncio.Runner. What its coroutines do after the process was killed has no effect."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -74,7 +74,7 @@ class _Operations:
 
 
 class _Pool:
-    """As ThreadPoolExecutor, with tasks of the scheduler."""
+    """A ThreadPoolExecutor, with tasks of the scheduler."""
 
     def __init__(self, scheduler: Scheduler, max_workers: int) -> None:
         self._scheduler = scheduler

@@ -34,7 +34,7 @@ class Process:
     name: str
     host: str
     clock_offset_s: float = 0.0
-    """Of its machine: no two clocks agree."""
+    """Offset of its machine's clock: no two clocks agree."""
     killed: bool = False
     paused_until_s: float = 0.0
     tasks: "list[Task]" = field(default_factory=list)
@@ -209,7 +209,7 @@ class Scheduler:
 
 
 class Event:
-    """As threading.Event."""
+    """The simulation's threading.Event."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -240,7 +240,7 @@ class Event:
 
 
 class RLock:
-    """As threading.RLock; for one process."""
+    """The simulation's threading.RLock; for one process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -280,7 +280,7 @@ class RLock:
 
 
 class Thread:
-    """As threading.Thread: another task of the process that starts it."""
+    """The simulation's threading.Thread: another task of the process that starts it."""
 
     def __init__(
         self,

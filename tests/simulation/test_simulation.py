@@ -34,7 +34,7 @@ from tests.simulation.world import World
 NODES = 3
 EXAMPLES = os.environ.get("FLAGPOST_EXAMPLES")
 LINES = 200
-"""Of the story, in a failure."""
+"""Lines of the story that a failure shows."""
 SEGMENTS: dict[str, Any] = {"rollout__segment_tokens": 2, "rollout__max_tokens": 6}
 """A sample takes up to three iterations."""
 LINE = 1000

@@ -59,7 +59,7 @@ class NodeProcess(Process):
     rank: int = 0
     """In its crew."""
     machine: int = 0
-    """Of all machines of the run."""
+    """Its machine among all of the run."""
     node: Node | None = None
     """Once START is over."""
     code: int | None = None

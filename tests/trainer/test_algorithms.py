@@ -15,9 +15,9 @@ from trainer.update.loss import Totals, policy_loss
 
 MAX_TOKENS = 5
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]
-"""Of three groups, the last of which is flat."""
+"""Rewards of three groups, the last of which is flat."""
 WEIGHTS = {"right": 1.0, "long": 0.5}
-"""Of two rewards, for a preset of several: those, and how many tokens an answer has."""
+"""The weights of two rewards, for a preset of several: those, and how many tokens an answer has."""
 # One row a sample: log pi_theta, log pi_old, log mu, log pi_reference of its trained tokens. The ratios lie
 # inside and outside of every preset's clip, for both signs of the advantage.
 TOKENS: dict[tuple[int, int], list[list[float]]] = {
@@ -35,7 +35,7 @@ TOKENS: dict[tuple[int, int], list[list[float]]] = {
     (2, 1): [[-1.2], [-1.0], [-1.1], [-0.8]],
 }
 Row = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]
-"""Of a sequence: log pi_theta, log pi_old, log mu, log pi_reference, and its advantage."""
+"""A sequence's log pi_theta, log pi_old, log mu, log pi_reference, and its advantage."""
 
 
 # ---- the papers

@@ -21,7 +21,7 @@ class FakeAdmin:
     def __init__(self, policy: str = "") -> None:
         self.holds, self.sleeps, self.asked = policy, False, list[str]()
         self.answers = [list(LOGPROBS)]
-        """Of the next probes; the last one stays."""
+        """Logprobs of the next probes; the last ones stay."""
         self.proves, self.unproved = True, list[str]()
         self.wrong = list[str]()
         """What the next proofs find."""

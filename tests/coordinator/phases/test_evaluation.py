@@ -29,7 +29,7 @@ def write_tasks(folder: Path, name: str, first: int, count: int) -> str:
 
 
 class Run:
-    """As much of a master as opens an iteration and decides on its evaluation; each call is another start."""
+    """A master, as far as it opens an iteration and decides on its evaluation; each call is another start."""
 
     def __init__(self, root: Path) -> None:
         self.run_dir: RunDir = run_dir_at(root)

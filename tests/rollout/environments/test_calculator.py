@@ -115,7 +115,7 @@ def play(client: EngineClient, task: dict[str, Any], **sampling: Any) -> list[Sa
 
 
 class Interrupted(ScriptedClient):
-    """As an engine does at a stop string: its tokens are there, the text ends before it."""
+    """An engine at a stop string: its tokens are there, the text ends before it."""
 
     async def generate(self, prompt: Any, sampling: Sampling) -> Any:
         (turn,) = await super().generate(prompt, sampling)

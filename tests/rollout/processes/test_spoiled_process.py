@@ -31,7 +31,7 @@ keep_process()
 asyncio.run(main())
 os._exit(0)
 """
-"""As a collector does: it loads the function, and has a process of a pool call it."""
+"""A program that does as a collector: it loads the function, and has a process of a pool call it."""
 SPOILS = """
 import inspect, json, os, pathlib, sys, tempfile
 

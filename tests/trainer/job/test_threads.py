@@ -9,7 +9,7 @@ import torch
 from trainer.job.rank import renew_threads
 
 FORKS = 60
-"""Of which about ten fail without `renew_threads`; that none does happens once in 40,000 times."""
+"""Forks, about ten of which fail without `renew_threads`; that none does happens once in 40,000 times."""
 
 
 def in_fork(function: Callable[[], object]) -> int:

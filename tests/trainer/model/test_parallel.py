@@ -49,7 +49,7 @@ MUON: dict[str, Any] = {"optimizer": "muon", "eps": 0.1}
 HALF = {"save_dtype": "bfloat16"}
 """Weights that are rounded where they are used."""
 MIXED: dict[str, Any] = {"compute_dtype": "bfloat16"}
-"""As on GPUs: layers compute in bfloat16."""
+"""Settings as on GPUs: layers compute in bfloat16."""
 IN_BFLOAT16: dict[str, dict[str, Any]] = {
     "replicated_mixed": MIXED,
     "sharded_mixed": MIXED | SHARDED,

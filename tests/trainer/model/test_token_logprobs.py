@@ -55,7 +55,7 @@ def pack() -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 TEMPERATURES = torch.linspace(0.4, 1.6, 13)
-"""Of the tokens that `pack` scores: those of one chunk differ too."""
+"""Temperatures of the tokens that `pack` scores: those of one chunk differ too."""
 
 
 def plain(model: PreTrainedModel, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def test_entropies_have_their_gradient_where_it_is_asked_for(
 
 
 HALF = Rounding(torch.bfloat16, torch.bfloat16)
-"""As on a GPU that holds the whole model in float32."""
+"""The rounding on a GPU that holds the whole model in float32."""
 in_bfloat16 = pytest.mark.parametrize("rounding", [None, HALF], ids=["bfloat16 weights", "rounded"])
 
 

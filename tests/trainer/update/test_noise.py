@@ -23,7 +23,7 @@ GROUP = 3
 START = (0.4, -0.7)
 """The logits of `a` over `b`, and of `c` over `d`."""
 FURTHER = (1.3, -1.5)
-"""The same after some updates: ratios lie inside and on both sides of every clip."""
+"""The logits after some updates: ratios lie inside and on both sides of every clip."""
 LEARN_FROM_REWARDS = [
     "default",
     "grpo",

@@ -32,7 +32,7 @@ NODE_KEYS = (
     "crew rank name host address state phase weight tasks_assigned tasks_done samples_assigned samples_done "
     "silent_s error row_s waiting_s tokens_per_s left_s gpu_count gpus"
 )
-"""Of INTERFACE.md's `run status --json`."""
+"""Keys of a node in `run status --json`, as INTERFACE.md has them."""
 
 
 @pytest.fixture

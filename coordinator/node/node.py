@@ -1,9 +1,9 @@
-"""A node: its parts, its life from the first heartbeat to the last, and `step`, one phase of the table."""
+"""A node: its parts, and its life from the first heartbeat to the last."""
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from coordinator.directory.remover import Remover
 from coordinator.directory.sweeper import Sweeper
 from coordinator.journal.events import Events, about_this_process
 from coordinator.journal.tracker_feed import About, Sinks
-from coordinator.machine import network
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
@@ -30,34 +29,29 @@ from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
 from coordinator.node.directory_outage import Outage
 from coordinator.node.flags import Flags, Payload
+from coordinator.node.gathering import Gathering
 from coordinator.node.guests_present import Guests
 from coordinator.node.hung_directory_calls import end_children_if_calls_hang
 from coordinator.node.identity import Identity
 from coordinator.node.iteration import Iteration
-from coordinator.node.joining import Joining
 from coordinator.node.messages import Messages
 from coordinator.node.other_crew import OtherCrew
+from coordinator.node.pending import Pending
 from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
 from coordinator.protocol.exits import Ended, EpochChanged, Exit
-from coordinator.protocol.phase import By, Phase
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord
-from coordinator.protocol.snapshot import Board
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import difference
 from coordinator.start.start import Start
 from rollout.storage import files
 from rollout.storage.files import Moved
-from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
-
-Act = Callable[["Node", Iteration], Payload | None]
-Beside = Callable[["Node", Iteration], None]
-Conclude = Callable[["Node", Iteration, dict[int, Payload]], Payload | None]
 
 
 class Node:
@@ -90,9 +84,10 @@ class Node:
             self.identity, self.position, self.watch, self.check, self.messages.missing,
             self.sweeper.sweep, start.left_behind,
         )  # fmt: skip
-        self.joining = Joining(
+        self.gathering = Gathering(
             self.identity, self.position, self.watch, self.messages, self.phase_endings, self._describe
         )
+        self.pending = Pending(self.identity, self.position, self.watch, self.messages, self.phase_endings)
         self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.phase_endings)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
@@ -172,40 +167,11 @@ class Node:
         self.signals.begin(self.children.spool / "signals")
         files.make_directory(self.run_dir.logs(self.rank))
         if not self.is_master:
-            self._find_address()
+            self.pending.find_address()
         self.watch.begin(self.identity.incarnation_floor, self.identity.newest_epoch)
         self.events.open(self.run_dir.events(self.rank), self._place)
         process_facts = {"rank": self.rank, "host": self.identity.host, "pid": os.getpid()}
         self.events.add("process", **process_facts, **about_this_process())
-
-    def _find_address(self) -> None:
-        """Find this node's address towards the master, which its first beat must say."""
-        # A listing may show what was there before for this long.
-        patience_s = max(self.settings.cluster.node_timeout_s, CACHED_S + 5.0)
-        heartbeat = self.watch.wait(
-            lambda _board: self.watch.heartbeat(MASTER) or None, self.check, lambda: "rank 0", patience_s
-        )
-        if heartbeat is None:
-            raise Ended(Exit.LOST, f"the master has gone while {self.identity.name} was starting")
-        self.identity.others = [network.Peer.from_dict(heartbeat["peer"])]
-        unreached: list[network.NetworkError] = []
-
-        def reaches_master(_board: Board) -> bool | None:
-            try:
-                self.identity.others = [
-                    network.Peer.from_dict((self.watch.heartbeat(MASTER) or heartbeat)["peer"])
-                ]
-                self.identity.find_address()
-            except network.NetworkError as error:
-                if not unreached:
-                    log.info("waiting for a network to the master: %s", error)
-                unreached[:] = [error]
-                return None
-            return True
-
-        patience_s = self.settings.cluster.rejoin_timeout_s
-        if self.watch.wait(reaches_master, self.check, lambda: "a network to the master", patience_s) is None:
-            raise unreached[0]
 
     def _describe(self) -> dict[str, object]:
         """Return the content of a heartbeat."""
@@ -235,8 +201,8 @@ class Node:
     def enter(self, record: EpochRecord) -> None:
         """Enter an epoch: nothing of the old one runs here any more; the master waits until all say so."""
         self.trainer.leave_epoch()
-        lost = self.joining.lost
-        self.joining.lost = {rank: mark for rank, mark in lost.items() if rank not in record.members}
+        lost = self.gathering.lost
+        self.gathering.lost = {rank: mark for rank, mark in lost.items() if rank not in record.members}
         self.identity.adopt(record.settings)
         self._take_over_group()
         self.watch.admit(record, self.settings)
@@ -320,8 +286,8 @@ class Node:
         """
         if self.is_master:
             if last:
-                self.joining.settle()
-            if self.joining.returned():
+                self.gathering.settle()
+            if self.gathering.returned():
                 raise EpochChanged
             number = open_next(self)
             if number is not None and number <= last:  # its flags of this epoch are up already
@@ -337,59 +303,3 @@ class Node:
         else:
             self._begun = Iteration(number, time.monotonic())
         return self._begun
-
-    def step(
-        self,
-        iteration: Iteration,
-        phase: Phase,
-        act: Act,
-        then: Conclude | None = None,
-        before: Sequence[Beside] = (),
-        after: Sequence[Beside] = (),
-    ) -> None:
-        """Run one phase: act if it is ours, raise our flag, wait for the master's.
-
-        Where the master acts alone, the document of its flag is the phase's result. Else all act, and it
-        waits for the flags of all, makes a result of their payloads with `then`, and raises its own flag
-        last, which is empty: the master alone has this result. Every node does what is in `before`, whoever
-        acts, and in `after`, once the phase is done.
-        """
-        if not iteration.has(phase, self.settings):
-            return
-        number = iteration.number
-        self.position.move("running", number, phase.label)
-        self.check()
-        started_s = iteration.phase_begun_s = time.monotonic()
-        self.events.add("begin", it=number, row=phase.label)
-        acts = self.is_master or phase.by is By.ALL
-        for beside in before:
-            beside(self, iteration)
-        payload = (act(self, iteration) or {}) if acts else {}
-        acted_s = time.monotonic()
-        concluded_s = 0.0
-        self.check()
-        if not self.is_master:
-            if acts:
-                self.flags.raise_done(number, phase, payload)
-            payload = self.flags.wait_master(number, phase)
-        elif phase.by is By.MASTER:
-            self.flags.raise_done(number, phase, payload)
-        else:
-            flags = self.flags.wait_members(number, phase)
-            flags_up_s = time.monotonic()
-            payloads = self.flags.payloads(flags, payload) if then else {}
-            payload = (then(self, iteration, payloads) or {}) if then else {}
-            concluded_s = time.monotonic() - flags_up_s
-            self.flags.raise_done(number, phase, {})
-        iteration.documents[phase] = payload
-        idle_s = iteration.waited_s.get(phase.label, 0.0)
-        work_s = iteration.work_s[phase.label] = max(0.0, acted_s - started_s + concluded_s - idle_s)
-        seconds = {"work_s": round(work_s, 4), "then_s": round(concluded_s, 4)}
-        self.events.add("end", it=number, row=phase.label, **seconds)
-        iteration.phase_s[phase.label] = time.monotonic() - started_s
-        iteration.ended_in[phase.label] = self.record.epoch
-        if phase is Phase.ITERATION_START:
-            iteration.resume_at = Phase(payload["resume_at"])
-            self.flags.clear()
-        for beside in after:
-            beside(self, iteration)

@@ -1,4 +1,5 @@
-"""The protocol table, and what each of its phases does. `table` is the entry: it names each one's function.
+"""The protocol table, and what each of its phases does. `table` is the entry: it names each one's function,
+and `run_phase` runs it.
 
      0       rollout: open the iteration; provenance: its origin, tasks: those that are drawn
      1       rollout, rollout_steps: plan which node makes which slots

@@ -50,7 +50,7 @@ def open_when_ready(node: Node) -> int | None:
         _say_news(node)
         if (record := other.other_settings()) is not None:
             node.follow(record)
-        if node.joining.returned():
+        if node.gathering.returned():
             raise EpochChanged
         _list_anew(node)
         number = open_next(node)  # again each time: what was there may turn out to be damaged

@@ -110,8 +110,7 @@ def _is_below(filename: object, root: Path) -> bool:
 
 def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     """Join the others in an epoch, and iterate to the end of the run."""
-    joining = node.joining
-    record = joining.gather(partial(_prepare, node)) if node.is_master else joining.pend()
+    record = node.gathering.gather(partial(_prepare, node)) if node.is_master else node.pending.pend()
     node.enter(record)
     nodes = len(record.members)
     log.info("epoch %d: %d node%s", record.epoch, nodes, "s"[: nodes > 1])
@@ -127,7 +126,7 @@ def _prepare(node: Node) -> None:
     the run since this one looked: its workers have ended, and nobody would come.
     """
     if is_finished(node):
-        node.joining.finish()
+        node.gathering.finish()
         raise Ended(Exit.DONE, _farewell(node))
     prepare_base_model(node)
 
@@ -137,7 +136,7 @@ def _hold(node: Node, loss: NodeLost) -> None:
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
     counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
-    node.joining.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
+    node.gathering.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
     node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     text = str(loss)
     if node.phase_endings.forget_loss() == loss.rank:
@@ -187,7 +186,7 @@ def first_cause(texts: Sequence[str]) -> str:
 
 def finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
-    node.joining.finish()
+    node.gathering.finish()
     log.info("%s", _farewell(node))
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import batch, collecting, crews, evaluation, head_start, metrics, rollout, training
+from coordinator.phases.run_phase import run_phase
 from coordinator.protocol.phase import Phase
 
 BESIDE_THE_ROLLOUT = (collecting.drop_outdated, rollout.begin_to_verify, rollout.begin_to_fetch)
@@ -21,7 +22,8 @@ def run_iterations(node: Node) -> None:
 
 def run_iteration(node: Node, iteration: Iteration) -> None:
     """Pass once through the protocol table of docs/protocol.md, phase by phase; `Phase` says who acts."""
-    step = partial(node.step, iteration)  # act if the phase is ours, raise our flag, wait for the master's
+    # A step acts if the phase is this node's, raises its flag, and waits for the master's.
+    step = partial(run_phase, node, iteration)
     # fmt: off
     step(Phase.ITERATION_START,   rollout.open_iteration,      after=BESIDE_THE_ROLLOUT)
     step(Phase.TRAIN_PLAN,        rollout.plan_train)

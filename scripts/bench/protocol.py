@@ -20,11 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' mounts, which are not installed
 
@@ -33,9 +32,10 @@ from coordinator.journal import logs
 from coordinator.main import live
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
-from coordinator.node.node import Act, Node
+from coordinator.node.node import Node
+from coordinator.phases import table as main_loop
 from coordinator.phases.crews import open_when_ready
-from coordinator.phases.table import run_iteration
+from coordinator.phases.run_phase import Act, Conclude, run_phase
 from coordinator.protocol.phase import Phase
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master, start_worker
@@ -61,25 +61,24 @@ SAYING = {
 """Phases whose flags have a document in a real iteration: of the master, and of all nodes."""
 
 
-class EmptyPhases:
-    """The node of a main loop in which no phase has any work."""
+def run_empty_phase(
+    node: Node,
+    iteration: Iteration,
+    phase: Phase,
+    _act: Act | None = None,
+    then: Conclude | None = None,
+    **_more: Any,
+) -> None:
+    """Run the phase without its action; its flags, its waits and its payloads are real."""
+    run_phase(node, iteration, phase, partial(_nothing, phase), _conclude if then else None)
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.rank, self.settings, self.run_dir = node.rank, node.settings, node.run_dir
-        self.collector = SimpleNamespace(in_flight=None)
 
-    def step(self, iteration: Iteration, phase: Phase, _act: Any, then: Any = None, **_more: Any) -> None:
-        """Run the phase without its action; its flags, its waits and its payloads are real."""
-        self._node.step(iteration, phase, partial(self._nothing, phase), self._conclude if then else None)
+def _nothing(phase: Phase, _node: Node, _iteration: Iteration) -> Payload:
+    return {"resume_at": int(Phase.TRAIN_PLAN), "verifier": None} if phase in SAYING else {}
 
-    @staticmethod
-    def _nothing(phase: Phase, _node: Node, _iteration: Iteration) -> Payload:
-        return {"resume_at": int(Phase.TRAIN_PLAN), "verifier": None} if phase in SAYING else {}
 
-    @staticmethod
-    def _conclude(_node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
-        return {"heard": len(payloads)}
+def _conclude(_node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
+    return {"heard": len(payloads)}
 
 
 def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
@@ -90,8 +89,7 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
 
     def iterate(node: Node) -> None:
         numbers = itertools.count(1)
-        phases = node if options.real else cast(Node, EmptyPhases(node))
-        _follow_phases(node, calls)
+        _follow_phases(run_phase if options.real else run_empty_phase, calls)
         before = files.operations.copy()
         for number in range(options.iterations + WARM_UP):
             if number == WARM_UP:
@@ -103,7 +101,7 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
                 number, open_when_ready if options.real else lambda _node: next(numbers)
             )
             assert iteration is not None
-            run_iteration(phases, iteration)
+            main_loop.run_iteration(node, iteration)
             seconds.append(time.perf_counter() - started_s)
         calls.phase = AFTER
         operations.update(files.operations - before)
@@ -117,15 +115,14 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
     print(json.dumps({**said, "calls": calls.per_iteration(options.iterations)}))
 
 
-def _follow_phases(node: Node, calls: Calls) -> None:
-    """Have `calls` know the phase that the node is in."""
-    step = node.step
+def _follow_phases(run: Callable[..., None], calls: Calls) -> None:
+    """Have `calls` know the phase that the node is in, which `run` runs."""
 
-    def in_phase(iteration: Iteration, phase: Phase, act: Act, *conclude: Any, **more: Any) -> None:
+    def in_phase(node: Node, iteration: Iteration, phase: Phase, *conclude: Any, **more: Any) -> None:
         calls.phase = phase.label
-        step(iteration, phase, act, *conclude, **more)
+        run(node, iteration, phase, *conclude, **more)
 
-    node.step = in_phase
+    main_loop.run_phase = in_phase
 
 
 def main() -> None:

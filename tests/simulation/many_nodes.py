@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 
 from coordinator import main
 from coordinator.node.node import Node
+from coordinator.phases import table
 from coordinator.phases.table import run_iteration
 from coordinator.protocol.phase import Phase
 from rollout.storage import files
-from scripts.bench.protocol import EmptyPhases
+from scripts.bench.protocol import run_empty_phase
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.world import NodeProcess, World
 
@@ -124,6 +125,7 @@ class _ManyNodes(World):
         patch.setattr(files, "ThreadPoolExecutor", partial(_Pool, self.scheduler))
         patch.setattr(self.disk, "_latency_s", lambda: self.latency_s)
         patch.setattr(self.disk, "listdir", self._listdir(self.disk.listdir))
+        patch.setattr(table, "run_phase", run_empty_phase)
 
     def _listdir(self, real: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
         def listdir(path: Any) -> list[str]:
@@ -136,12 +138,12 @@ class _ManyNodes(World):
         return listdir
 
     def _iterate(self, node: Node) -> None:
-        process, numbers, phases = self.scheduler.process, itertools.count(1), cast(Node, EmptyPhases(node))
+        process, numbers = self.scheduler.process, itertools.count(1)
         for number in range(ITERATIONS):
             began_s, before = self.scheduler.now_s, self.operations.made[process]
             iteration = node.next_iteration(number, lambda _node: next(numbers))
             assert iteration is not None
-            run_iteration(phases, iteration)
+            run_iteration(node, iteration)
             if node.is_master:
                 self.opened_s.append(began_s)
                 self.phase_s.append((self.scheduler.now_s - began_s) / len(Phase))
@@ -158,8 +160,8 @@ class _ManyNodes(World):
             self.scheduler.wait(HOLD_S)
         iteration = node.next_iteration(ITERATIONS, lambda _node: ITERATIONS + 1)
         assert iteration is not None
-        EmptyPhases(node).step(iteration, Phase.ITERATION_START, None)
-        EmptyPhases(node).step(iteration, Phase.ENGINE_STOPPED, None)
+        for phase in (Phase.ITERATION_START, Phase.ENGINE_STOPPED):
+            run_empty_phase(node, iteration, phase)
 
 
 def measure(nodes: int, latency_s: float = 1e-3) -> Figures:

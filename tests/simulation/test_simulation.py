@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator.collector import unfinished_samples
-from coordinator.directory import parts
+from coordinator.directory import manifests, parts
 from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import RunDir
 from coordinator.keeping import old_checkpoints, policy_choice
@@ -246,7 +246,7 @@ def everything_is_unfinished(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_count_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parts, "first_finished", lambda found: ((part, part.groups) for part in found))
+    patch.setattr(manifests, "first_finished", lambda found: ((part, part.groups) for part in found))
 
 
 def nobody_waits_for_enter(patch: pytest.MonkeyPatch) -> None:

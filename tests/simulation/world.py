@@ -16,7 +16,7 @@ from coordinator import main
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.phases import guest_loop
+from coordinator.phases import guest_loop, table
 from coordinator.phases.guest_node import Guest
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
@@ -294,20 +294,20 @@ class World:
     def _patched(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patches.put_under(patch, self.machines, self._model)
-            patch.setattr(Node, "step", self._watched_step(Node.step))
+            patch.setattr(table, "run_phase", self._watched_phase(table.run_phase))
             patch.setattr(guest_loop, "_make", self._watched_visit(guest_loop._make))
             for further in self.patches:
                 further(patch)
             yield
 
-    def _watched_step(self, real: Callable[..., None]) -> Callable[..., None]:
-        def step(node: Node, iteration: Iteration, phase: Phase, *args: Any, **more: Any) -> None:
+    def _watched_phase(self, real: Callable[..., None]) -> Callable[..., None]:
+        def run_phase(node: Node, iteration: Iteration, phase: Phase, *args: Any, **more: Any) -> None:
             process = self.scheduler.process
             assert isinstance(process, NodeProcess)
             process.place = max(process.place, (iteration.number, int(phase)))
             real(node, iteration, phase, *args, **more)
 
-        return step
+        return run_phase
 
     def _watched_visit(self, real: Callable[..., None]) -> Callable[..., None]:
         def make(guest: Any, iteration: Iteration, phase: Phase, *args: Any) -> None:

@@ -39,7 +39,7 @@ def test_iteration_that_is_begun_again_counts_from_its_first_beginning_with_what
         SimpleNamespace(
             is_master=True,
             _begun=None,
-            joining=SimpleNamespace(settle=lambda: None, returned=lambda: False),
+            gathering=SimpleNamespace(settle=lambda: None, returned=lambda: False),
         ),
     )
 

@@ -62,7 +62,7 @@ def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
     node: Any = SimpleNamespace(
         trainer=SimpleNamespace(leave_epoch=lambda: None),
         watch=SimpleNamespace(board=SimpleNamespace(beats={})),
-        joining=SimpleNamespace(lost={}),
+        gathering=SimpleNamespace(lost={}),
         flags=SimpleNamespace(tell=lambda *_given, **_more: None),
         phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.node import identity
-from coordinator.node.joining import gpu_shortfall
+from coordinator.node.gathering import gpu_shortfall
 from coordinator.protocol.exits import Exit
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.loading import build, contradictions, overlay

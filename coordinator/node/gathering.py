@@ -1,4 +1,4 @@
-"""Bring the nodes of an epoch together: the master gathers them, a worker waits until it is let in."""
+"""Gather the nodes of an epoch, as its master: who is there, who comes back, and which record says so."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.machine import network
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
-from coordinator.node.phase_endings import CODES, MOVED, PhaseEndings
+from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.position import GATHERING, Position
 from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Ended, Exit
@@ -20,19 +20,15 @@ from coordinator.protocol.on_node_failure import FailurePolicy, failure_policy
 from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.split_slots import share_sizes
-from coordinator.protocol.verdict import Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.cluster import ClusterSettings
 from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
 
-CALLS = {event.name.lower(): event for event in CODES}
-"""Calls of a master with which a run ends."""
 
-
-class Joining:
-    """Brings this node into an epoch."""
+class Gathering:
+    """Brings the nodes of a run, or those that are there, into an epoch; for its master."""
 
     def __init__(
         self,
@@ -53,7 +49,6 @@ class Joining:
         self.lost: dict[int, tuple[int, int]] = {}
         """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
         self._back_off = BackOff()
-        self._is_unseen = False
         self._failed_starts = FailedStarts(identity.run_dir)
         self._known: dict[int, tuple[int, dict[str, Any]]] = {}
         """By rank: the incarnation of a process, and the content of its heartbeat."""
@@ -67,8 +62,6 @@ class Joining:
     @property
     def _failure_policy(self) -> FailurePolicy:
         return failure_policy(self._cluster.on_node_failure)
-
-    # ---- the master
 
     def gather(self, prepare: Callable[[], None]) -> EpochRecord:
         """Claim a lobby, wait until every rank beats in it, and claim the next number as the full record.
@@ -277,81 +270,6 @@ class Joining:
             for rank, beat in beats.items()
             if rank in self._known and self._known[rank][0] == beat.incarnation
         }
-
-    # ---- a worker
-
-    def pend(self) -> EpochRecord:
-        """Beat in the newest epoch until a full record lists this incarnation; returns that record. No record
-        lists a guest, which takes any.
-        """
-        watch, rank = self._watch, self._identity.rank
-        watch.leave()
-        self._position.move("pending", waiting_for=[MASTER])
-        announced = self._identity.newest_epoch
-        watch.heart.beat(announced)
-
-        def admitted(board: Board) -> EpochRecord | None:
-            nonlocal announced
-            newest = watch.records.newest(board.records)
-            if newest is None:
-                return None
-            self._check_pending(board, newest)
-            if newest.epoch > announced:
-                announced = newest.epoch
-                watch.heart.beat(announced)
-            member = newest.members.get(rank)
-            mine = member is not None and member.incarnation == watch.incarnation
-            return newest if newest.kind == "full" and (mine or self._identity.is_guest) else None
-
-        started_s = time.monotonic()
-        asks_s = 0.0
-
-        def check() -> None:
-            """With `shrink` a master that lives lets this node in at its next iteration, however late."""
-            nonlocal asks_s
-            self._phase_endings.check()
-            waited_s = time.monotonic() - started_s
-            if waited_s >= asks_s:  # a newer process may have left: then no record ever lists it
-                asks_s = waited_s + self._cluster.node_timeout_s
-                if watch.heart.is_replaced():
-                    raise self._phase_endings.superseded()
-                if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
-                    self._say_if_unseen()
-            silent_s = watch.silence.silent_s.get(MASTER, 0.0)
-            waited_s = self._failure_policy.left_out_s(waited_s, silent_s)
-            waited_s = silent_s if self._identity.is_guest else waited_s
-            if waited_s > self._cluster.rejoin_timeout_s:
-                me = self._identity.name
-                text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"
-                raise Ended(Exit.LOST, text)
-
-        record = watch.wait(admitted, check, lambda: "the master to take this node in")
-        assert record is not None  # without a time limit
-        return record
-
-    def _say_if_unseen(self) -> None:
-        """Say once that the master, which gathers and is seen here, does not see this node."""
-        heartbeat, limit_s = self._watch.heartbeat(MASTER), self._cluster.node_timeout_s
-        gathers = heartbeat.get("state") == GATHERING and heartbeat["row_s"] >= limit_s
-        is_there = self._watch.silence.silent_s.get(MASTER, 0.0) < limit_s
-        silent_s = heartbeat.get("silent_s", {}).get(str(self._identity.rank), limit_s)
-        if gathers and is_there and silent_s >= limit_s:
-            self._is_unseen = True
-            log.error("%s", self._messages.unseen(heartbeat["host"], limit_s))
-
-    def _check_pending(self, board: Board, newest: EpochRecord) -> None:
-        """Raise what the newest epoch has already come to, if anything."""
-        member = newest.members.get(self._identity.rank)
-        if member is not None and member.incarnation > self._watch.incarnation:
-            raise self._phase_endings.superseded()
-        if newest.kind == "finished":
-            raise Ended(Exit.DONE, "the run is finished")
-        if newest.kind == "moved":
-            raise Ended(Exit.MOVED, MOVED)
-        for kind, event in CALLS.items():
-            for flag in board.called(newest.epoch, kind):
-                if flag.rank == MASTER:
-                    raise self._phase_endings.ending_of(Verdict(event, MASTER, flag))
 
 
 def gpu_shortfall(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import RunDir
-from coordinator.node import joining
-from coordinator.node.joining import Joining
+from coordinator.node import gathering
+from coordinator.node.gathering import Gathering
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.heartbeat import TAKES, Heart
 from coordinator.protocol.snapshot import parse
@@ -25,10 +25,10 @@ def test_epoch_that_stays_taken_by_nobody_who_shows_ends_the_master_with_what_to
     watch: Any = SimpleNamespace(look=lambda whole: parse([]), incarnation=1)
     messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor --log-path x")
     endings: Any = SimpleNamespace(check=lambda: None)
-    me = Joining(identity, SimpleNamespace(), watch, messages, endings, dict)  # type: ignore[arg-type]
+    me = Gathering(identity, SimpleNamespace(), watch, messages, endings, dict)  # type: ignore[arg-type]
     monkeypatch.setattr(me, "_new_record", lambda *_: None)
-    monkeypatch.setattr(joining, "claim", lambda *_: False)
-    monkeypatch.setattr(joining, "CACHED_S", 0.2)
+    monkeypatch.setattr(gathering, "claim", lambda *_: False)
+    monkeypatch.setattr(gathering, "CACHED_S", 0.2)
     with pytest.raises(Ended, match=r"epoch 4 is taken, and for .* no listing has shown by whom; run doctor"):
         me.claim_next("lobby")
     assert "epoch 4 is taken: looking again" in caplog.text

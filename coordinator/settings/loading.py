@@ -106,6 +106,16 @@ def parse_value(value: str) -> Any:
     return value
 
 
+def items(text: str) -> list[str]:
+    """Return what a list holds that may have lost its quotes, or brackets, in a shell: `[a, b]`."""
+    return [item for part in text.strip("[] ").split(",") if (item := part.strip(" '\""))]
+
+
+def as_list(text: str) -> str:
+    """Return such a list as it is typed inside of quotes."""
+    return "[" + ",".join(f'"{item}"' for item in items(text)) + "]"
+
+
 def build(overrides: Mapping[str, Any]) -> RunSettings:
     """Build settings from dotted keys over the defaults (builtin:tiny has its own); else SettingsError."""
     refuse_unknown(overrides)
@@ -256,7 +266,9 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")
     )
     if is_pair or first["type"] == "tuple_type":
-        example = f"{key}={json.dumps(usual if is_pair else [str(first['input'])], separators=(',', ':'))}"
+        example = (
+            f"{key}={json.dumps(usual if is_pair else items(str(first['input'])), separators=(',', ':'))}"
+        )
         return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
     if first["input"] == []:  # KEY=
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"

@@ -27,7 +27,7 @@ from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.model_dir import WeightsError
 from rollout.settings import TINY
 from rollout.storage.files import is_directory
-from rollout.tasks.file_kinds import HUB
+from rollout.tasks.file_kinds import HUB, RowError, hub_parts
 from rollout.tasks.task_set import TaskError
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,11 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | No
     """
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
+    try:
+        for source in fetched:
+            hub_parts(source)
+    except RowError as error:
+        raise SettingsError(str(error)) from None
     if not (settings.model == TINY or is_path(settings.model) or is_directory(Path(settings.model))):
         fetched.append(settings.model)
     if fetched:

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,15 +240,17 @@ def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> Named:
     if settings.rollout.environment == "labelled":
         check_labels(tasks)
     eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
+    refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
     refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
     refusals_of_tasks.refuse_unhinted(settings, tasks)
     refusals_of_tasks.refuse_unknown_sources(settings, tasks)
-    refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
     return Named(functions, tasks, eval_tasks, eval_sets)
 
 
-def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
-    """Return where this node has the model that the run starts from; fetches a Hugging Face id."""
+def base_model_dir(
+    settings: RunSettings, run_dir: RunDir, fetch: Callable[[str], Path] = fetch_model
+) -> Path:
+    """Return where this node has the model that the run starts from; fetches a Hugging Face id by `fetch`."""
     if settings.model == TINY:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
@@ -260,7 +262,7 @@ def base_model_dir(settings: RunSettings, run_dir: RunDir) -> Path:
     if settings.model.startswith("builtin:"):
         raise SettingsError(f"--model {settings.model}: the built-in model is {TINY}")
     try:
-        return fetch_model(settings.model)
+        return fetch(settings.model)
     except NotFetched as error:
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"

@@ -1,8 +1,18 @@
 """Fetching a model from the Hugging Face Hub: what transformers and engines read of it, and no more."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from rollout.engines.model_dir import ORIGINAL, OTHER_WEIGHTS, listed_weights
+from rollout.engines.model_dir import (
+    INDEX,
+    ORIGINAL,
+    OTHER_WEIGHTS,
+    WeightsError,
+    check_model_dir,
+    listed_weights,
+)
 
 _PICTURES = ("png", "jpg", "jpeg", "gif", "svg", "webp", "mp4", "pdf")
 
@@ -26,3 +36,39 @@ def fetch_model(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotFetched(str(error).splitlines()[0]) from None
     return beside
+
+
+def fetch_shapes(directory: Path, model: str) -> Path:
+    """Return a directory that has what a model of the Hub says of itself: its config.json, and the headers of
+    its weights' files, which are holes behind them. It is `directory`, or the model's own if that was fetched
+    before. Raises NotFetched.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        whole = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        check_model_dir(whole)
+        return whole
+    except (LocalEntryNotFoundError, HFValidationError, WeightsError):
+        pass
+    try:
+        shutil.copy(huggingface_hub.hf_hub_download(model, "config.json"), directory)
+        weights: Any = huggingface_hub.get_safetensors_metadata(model)
+    except (
+        Exception
+    ) as error:  # of the library, and of the one by which it asks: all are the user's to repair
+        raise NotFetched(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+    if weights.sharded:
+        (directory / INDEX).write_text(json.dumps({"weight_map": weights.weight_map}))
+    for name, file in weights.files_metadata.items():
+        tensors = {
+            tensor: {"dtype": facts.dtype, "shape": facts.shape, "data_offsets": facts.data_offsets}
+            for tensor, facts in file.tensors.items()
+        }
+        header = json.dumps(tensors).encode()
+        end = max((facts.data_offsets[1] for facts in file.tensors.values()), default=0)
+        with open(directory / name, "wb") as written:
+            written.write(len(header).to_bytes(8, "little") + header)
+            written.truncate(8 + len(header) + end)
+    return directory

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.environments import openenv, text_gym, verifiers
 from rollout.environments.calculator import calculator
@@ -86,8 +86,14 @@ CHECKS: dict[str, Callable[[str, Task], None]] = {
 
 
 def check_played(name: str, task: Task) -> None:
-    """Raise ValueError for a task that an environment whose code runs elsewhere cannot play. Loads none."""
+    """Raise ValueError for a task that an environment whose code runs elsewhere cannot play, and for one of
+    such an environment with a built-in one. Loads none.
+    """
     kind, _, parameter = name.partition(":")
+    for other in CHECKS if name in BUILT_IN else ():
+        spec: Any = task.get(other)
+        if isinstance(spec, dict) and "name" in spec:
+            raise ValueError(f"it is of another one; give --environment {other}:{spec['name']}")
     if kind in CHECKS:
         CHECKS[kind](parameter, task)
 

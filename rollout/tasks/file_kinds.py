@@ -1,5 +1,6 @@
 """A row of tasks, as its file has it, and the kinds of files that have rows."""
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ _BEGINNINGS = {
     **dict.fromkeys((b"<!DOCTYPE", b"<html"), "it is a web page: download the file itself"),
 }
 """What to do with a file that is no JSON lines, by its first bytes."""
+_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
 
 
 class Row(NamedTuple):
@@ -57,6 +59,16 @@ def kind(file: str) -> str:
         return HUB
     suffix = Path(file).suffix.lower()
     return suffix if suffix in TABLES else ""
+
+
+def hub_parts(source: str) -> tuple[str, list[str]]:
+    """Return the name of a data set of HUB, and what is given behind it: SPLIT, or CONFIG and SPLIT. Raises
+    RowError.
+    """
+    name, *more = re.split(_OUTSIDE_BRACKETS, source.removeprefix(HUB))
+    if not name or len(more) > 2:
+        raise RowError(f"{source}: write {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT")
+    return name, more
 
 
 def hint_by_beginning(file: str) -> str:

@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout.processes.killable_rewards import missing
-from rollout.tasks.file_kinds import HUB, Row, RowError, hint_by_beginning
+from rollout.tasks.file_kinds import HUB, Row, RowError, hint_by_beginning, hub_parts
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,6 @@ _SHORT = {"float": np.float32, "halffloat": np.float16}
 """Numbers of less than 64 bits, by what Arrow calls them."""
 _JSON = "extension<arrow.json>"
 """What Arrow calls a text of JSON: `datasets` writes values of several kinds so."""
-_OUTSIDE_BRACKETS = r":(?![^\[]*\])"
 
 
 def read_parquet(file: str, images: str) -> Iterator[Row]:
@@ -54,9 +52,7 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[Row]:
     _need("datasets", source)
     import datasets
 
-    name, *more = re.split(_OUTSIDE_BRACKETS, source.removeprefix(HUB))
-    if not name or len(more) > 2:
-        raise RowError(f"{source}: write {HUB}NAME, {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT")
+    name, more = hub_parts(source)
     config, split = ([None, default_split], [None, *more], more)[len(more)]
     datasets.disable_progress_bars()
     for library in ("datasets", "huggingface_hub"):  # the log of the process has what they say: not twice

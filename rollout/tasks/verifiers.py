@@ -131,7 +131,10 @@ def make_loader() -> Callable[[str, dict[str, Any], str], Any]:
     def load(name: str, parameters: dict[str, Any], split: str) -> Any:
         from verifiers import v1 as vf
 
-        has_splits = "split" in vf.taskset_config_type(name).model_fields
+        try:
+            has_splits = "split" in vf.taskset_config_type(name).model_fields
+        except (ImportError, AttributeError, TypeError) as error:
+            raise ValueError(why_no_taskset(name, error)) from None
         if has_splits and split == "eval":
             parameters = {"taskset.split": "test", **parameters}
         config = config_of(name, parameters)
@@ -144,6 +147,19 @@ def make_loader() -> Callable[[str, dict[str, Any], str], Any]:
         return [_row(task) for task in taskset], has_splits
 
     return load
+
+
+def why_no_taskset(name: str, error: Exception) -> str:
+    """Return why the library finds no Taskset in a package that is there. `error`: of the library."""
+    lacking, module = getattr(error.__cause__, "name", None), module_of(name)
+    if lacking and lacking != module:
+        return f"{name} cannot be imported: {error.__cause__}; install what it needs, on every node"
+    if hasattr(sys.modules.get(module), "load_environment"):
+        return (
+            f"{name} is made for an older version of verifiers: it has load_environment and no Taskset; "
+            "install its version for verifiers 0.4"
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 def _row(task: Any) -> dict[str, Any]:

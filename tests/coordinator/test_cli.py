@@ -301,6 +301,7 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--tasks", "nosuch.jsonl"], "nosuch.jsonl: no such file"),
         (["--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
         (["--model", "./nosuch"], "--model ./nosuch: no such directory"),
+        (["--tasks", "hf:"], "hf:: write hf:NAME, hf:NAME:SPLIT or"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
     ):
         ended = run(*words, "--dry-run")
@@ -393,6 +394,9 @@ BAD = [
     ("local --lr 3", "did you mean trainer.learning_rate=VALUE?; see run local --help"),
     ("trainer.betas=0.9", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
     ("trainer.betas=[0.9]", "trainer.betas=0.9: give a list, e.g. 'trainer.betas=[0.9,0.95]'"),
+    ("rollout.stop=[a,b]", """rollout.stop=[a,b]: give a list, e.g. 'rollout.stop=["a","b"]'"""),
+    ("--dry-run --reward exact numeric", "nor KEY=VALUE; give each for itself: --reward exact --reward num"),
+    ("launch --hosts a b", "'b' is no option; write commas without spaces: --hosts a,b"),
     ("rollout.stop=5", """rollout.stop=5: give a list, e.g. 'rollout.stop=["5"]'"""),
     ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
     (

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.commands.ssh import FLUSH_S, GRACE_S, LOST_CODE, NO_PROGRAM_CODE
+from coordinator.console.commands.typos import part_of_value
 from coordinator.directory.layout import MASTER
 from coordinator.machine.run_command import settings_of
 from coordinator.protocol.exits import Exit
@@ -111,6 +112,8 @@ def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
     """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
     for word in words:
         name = word.partition("=")[0]
+        if "=" not in word and not word.startswith("-") and (advice := part_of_value(word, sys.argv[1:])):
+            raise SettingsError(f"run launch: '{word}' is no option; {advice}")
         if name in GIVEN:
             raise SettingsError(
                 f"run launch: leave {name} out; each machine has a node, the first the master"

@@ -3,6 +3,8 @@
 import difflib
 import itertools
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,15 @@ import typer
 
 from coordinator.console.commands.names import GROUPS, LOCAL
 from coordinator.settings import suggestions
-from coordinator.settings.loading import OPTIONS, known_keys, option_name, parse_override
+from coordinator.settings.loading import (
+    OPTIONS,
+    as_list,
+    items,
+    known_keys,
+    option_name,
+    parse_override,
+    parse_value,
+)
 from coordinator.settings.tree import SettingsError
 
 MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
@@ -29,6 +39,7 @@ ALSO_CALLED = {
     "--rank": ("--worker",),
 }
 """What others, or other commands, call an option; the first that the command has is meant."""
+_WITH_COMMAS = ("--hosts", "--rank-weights", "--expect-gpus", "--gpus-per-node", "--cpus-per-node")
 _OF_RANKS = ("--master", "--worker", "--rank")
 _SETTINGS, _TASKS = "--config {}", "--tasks {}"
 _OPTION_OF = {
@@ -40,14 +51,37 @@ _OPTION_OF = {
 _EXTRA = re.compile(r"Got unexpected extra argument\S* \((\S+)\)")
 
 
-def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that were typed as KEY=VALUE; SettingsError for another word."""
+def settings_of(words: Sequence[str], arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the settings that were typed as KEY=VALUE; SettingsError for another word. `arguments`: all that
+    was typed; None: as this process was called.
+    """
     for word in words:
-        _refuse_word(word)
+        _refuse_word(word, sys.argv[1:] if arguments is None else arguments)
     return dict(parse_override(word) for word in words)
 
 
-def _refuse_word(word: str) -> None:
+def part_of_value(word: str, arguments: Sequence[str]) -> str:
+    """Return how to type the value that `word` seems a part of, as it stands behind a whole one; else ""."""
+    before = list(itertools.takewhile(lambda other: other != word, arguments))
+    values = [word]
+    while before and not before[-1].startswith("-") and "=" not in before[-1]:
+        values.insert(0, before.pop())
+    key, sign, value = before[-1].partition("=") if before else ("", "", "")
+    values = [value, *values] if sign else values
+    if len(values) > 1 and key == "--reward":
+        return f"give each for itself: {' '.join(f'--reward {name}' for name in values)}"
+    if len(values) > 1 and key in _WITH_COMMAS:
+        return f"write commas without spaces: {key} {','.join(items(','.join(values)))}"
+    if sign and isinstance(parse_value(value), str):
+        behind = arguments[len(before) :]
+        rest = itertools.takewhile(lambda other: "=" not in other and not other.startswith("-"), behind)
+        whole = " ".join([value, *rest])
+        quoted = shlex.quote(f"{key}={as_list(whole) if whole.startswith('[') else whole}")
+        return f"the shell divides a value at spaces; quote it: {quoted}"
+    return ""
+
+
+def _refuse_word(word: str, arguments: Sequence[str]) -> None:
     """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
     if "=" in word:
         return
@@ -60,6 +94,8 @@ def _refuse_word(word: str) -> None:
         advice = f"a file is given as {option.format(word)}"
     elif Path(word, "run.json").is_file():
         advice = f"a run directory is given as --log-path {word}"
+    elif part := part_of_value(word, arguments):
+        advice = part
     elif near:
         advice = f"did you mean run {MEANT.get(near[0], near[0])}?"
     elif setting := known_as or suggestions.spelled_like(word, known):
@@ -86,6 +122,7 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     if extra := _EXTRA.fullmatch(text):
         takes_run = any("--log-path" in param.opts for param in _params(error))
         advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"
+        advice = part_of_value(extra[1], arguments) or advice
         if extra[1].isdecimal():
             takes_number = any("--iteration" in param.opts for param in _params(error))
             advice = f"did you mean --iteration {extra[1]}?" if takes_number else "leave it out"

@@ -1,6 +1,8 @@
 """`run plan --model`: what a run would need of GPUs that need not be here."""
 
+import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from coordinator.start import estimate
 from coordinator.start.dry_run import check_named
 from coordinator.start.inputs import STATE_BYTES, base_model_dir
 from coordinator.start.run_json import chosen_save_interval, with_save_interval
+from rollout.engines.hub import fetch_shapes
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters
 from rollout.settings import TINY
@@ -32,12 +35,13 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
         raise SettingsError(f"--model {TINY}: it fits everywhere; give a model's directory")
     if overrides.keys() & NAMES:
         check_named(settings, overrides)
-    directory = base_model_dir(settings, RunDir(Path()))
-    try:
-        shapes = {name: shape for name, (_, shape) in tensor_names(directory).items()}
-        parameters, active = count_parameters(directory), count_active_parameters(directory)
-    except WeightsError as error:
-        raise SettingsError(f"--model {model}: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="flagpost-plan-") as temporary:
+        directory = base_model_dir(settings, RunDir(Path()), partial(fetch_shapes, Path(temporary)))
+        try:
+            shapes = {name: shape for name, (_, shape) in tensor_names(directory).items()}
+            parameters, active = count_parameters(directory), count_active_parameters(directory)
+        except WeightsError as error:
+            raise SettingsError(f"--model {model}: {error}") from None
     memory_bytes = estimate.MEMORIES[gpu] * 2**20
     print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes))
     print("time     ", estimate.time_text(parameters, settings, gpus, [gpu], active))

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,8 @@ MOST_OPTIONS, MOST_FILES, LONGEST = 256, 32, 4096
 """How many options and files a submission may have, and how many characters a text."""
 VALUED = {option_name(key) for key in OPTIONS} | {"--config"}
 FLAGS = {"--debug-mode"}
+_OF_MACHINE = re.compile("ImportError|ModuleNotFoundError|install|sandbox|no such file|--model ")
+"""In what `run` says of something that this machine lacks, and another one may have."""
 SERVERS = {
     *("--master", "--worker", "--crew", "--log-path", "--dry-run", "--version", "--help", "--reset-settings"),
     *("--allow-shared-dir", "--accept-code-change", "--install-completion", "--show-completion", "--"),
@@ -190,13 +192,14 @@ def check(submission: Submission, decided: Sequence[str], allow_code: bool, is_h
         _refuse_absent_model(settings, Path(directory))
         if not allow_code:
             _refuse_code(settings)
-        if is_here:
-            try:
-                settings_of(words, Path(directory), "--dry-run")
-            except SettingsError as error:
-                raise SettingsError(str(error).replace(f"{directory}/", "")) from None
-        else:
+        if not is_here:
             _refuse_unknown_reward(settings)
+        try:
+            settings_of(words, Path(directory), "--dry-run")
+        except SettingsError as error:
+            text = str(error).replace(f"{directory}/", "")
+            if is_here or _is_wrong_anywhere(text, submission.files, settings):
+                raise SettingsError(text) from None
 
 
 def _refuse_taken(name: str) -> None:
@@ -232,6 +235,19 @@ def _refuse_unknown_reward(settings: RunSettings) -> None:
         refuse_unknown(settings.rollout.reward)
     except RewardSettingError as error:
         raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
+
+
+def _is_wrong_anywhere(text: str, files: Iterable[str], settings: RunSettings) -> bool:
+    """Return whether what `run` refuses here is in a file or a function that it has found, so that other
+    machines would refuse it too, whatever is installed there.
+    """
+    sets = settings.eval_sets.values()
+    sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in sets)]
+    functions = [settings.rollout.reward, settings.rollout.environment]
+    functions += [str(name) for each in sets for name in (each.reward, each.environment)]
+    named = [*files, *(source for source in sources if source and is_file(source))]
+    named += [name for name in functions if ":" in name and not name.startswith(PROGRAMS)]
+    return any(name in text for name in named) and not _OF_MACHINE.search(text)
 
 
 def _refuse_code(settings: RunSettings) -> None:

@@ -9,9 +9,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import (
+    SafetensorsFileMetadata,
+    SafetensorsRepoMetadata,
+    TensorInfo,
+    filter_repo_objects,
+)
 
-from rollout.engines.hub import NotFetched, fetch_model
+from rollout.engines.hub import NotFetched, fetch_model, fetch_shapes
+from rollout.engines.model_dir import tensor_names
 
 BESIDE = {
     "config.json",
@@ -83,3 +89,29 @@ def test_reason_why_nothing_can_be_fetched_is_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(NotFetched, match=r"^no network$"):
         fetch_model("maker/model")
+
+
+def test_shapes_of_a_model_are_known_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(_model: str, local_files_only: bool) -> str:
+        assert local_files_only
+        raise LocalEntryNotFoundError("not here")
+
+    tensors = {
+        "a": TensorInfo("F32", [1 << 30, 2], (0, 1 << 33)),
+        "b": TensorInfo("BF16", [], (1 << 33, (1 << 33) + 2)),
+    }
+    files = {"part.safetensors": SafetensorsFileMetadata({}, tensors)}
+    weights = SafetensorsRepoMetadata(None, True, dict.fromkeys("ab", "part.safetensors"), files)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _model, name: str(tmp_path / name))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _model: weights)
+    (tmp_path / "shapes").mkdir()
+    directory = fetch_shapes(tmp_path / "shapes", "maker/model")
+    assert tensor_names(directory) == {"a": ("F32", (1 << 30, 2)), "b": ("BF16", ())}
+    assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) < 1 << 20, "of 8 GiB"
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", snapshot_download)
+    with pytest.raises(NotFetched):
+        fetch_shapes(tmp_path / "shapes", "maker/model")

@@ -12,7 +12,12 @@ import pytest
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.calculator import calculator
-from rollout.environments.environment import EnvironmentSettingError, resolve_environment, single_turn
+from rollout.environments.environment import (
+    EnvironmentSettingError,
+    check_played,
+    resolve_environment,
+    single_turn,
+)
 from rollout.environments.policy import Policy, sample_of
 from rollout.origin import Sampling
 
@@ -276,3 +281,11 @@ def test_environment_that_cannot_be_played_is_refused(name: str, reason: str) ->
 def test_name_that_is_no_environment_is_an_error(name: str, reason: str) -> None:
     with pytest.raises(EnvironmentSettingError, match=reason):
         resolve_environment(name)
+
+
+def test_task_of_an_environment_from_elsewhere_names_it_where_none_was_given() -> None:
+    task = {"id": "a", "messages": [], "gym": {"name": "games:Maze"}}
+    with pytest.raises(ValueError, match=r"give --environment gym:games:Maze$"):
+        check_played("single_turn", task)
+    check_played("users.py:play", task)
+    check_played("single_turn", {"id": "a", "prompt": "?", "gym": "the field of a task"})

@@ -352,3 +352,14 @@ def test_group_that_hangs_is_ended_when_it_is_cancelled(game: VerifiersEnvironme
 
     asyncio.run(main())
     wait_until(lambda: not game._pool._running)
+
+
+def test_package_that_fails_or_is_of_an_older_library_is_not_called_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why, error = verifiers.why_no_taskset, ModuleNotFoundError("taskset 'old' not found")
+    error.__cause__ = ModuleNotFoundError("No module named 'needed'", name="needed")
+    assert why("old", error).startswith("old cannot be imported: No module named 'needed'; install")
+    monkeypatch.setitem(sys.modules, "old", SimpleNamespace(load_environment=print))
+    assert "load_environment and no Taskset" in why("old", AttributeError("defines no `__all__`"))
+    assert why("new", TypeError("two of them")) == "TypeError: two of them"

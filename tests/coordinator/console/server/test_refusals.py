@@ -186,6 +186,11 @@ def test_tasks_and_code_of_a_job_are_looked_at_where_it_would_run(served: Served
     submitted = submission.Submission("a", ("--reward=my_rewards:scor",), code)
     with pytest.raises(SettingsError, match=r"no such name in my_rewards.py; did you mean score\?"):
         submission.check(submitted, [], allow_code=True, is_here=True)
+    with pytest.raises(SettingsError, match=r"no such name in my_rewards.py; did you mean score\?"):
+        submission.check(submitted, [], allow_code=True, is_here=False)
+    code = {"my_rewards.py": b"import a_library_of_the_nodes\n"}
+    submitted = submission.Submission("a", ("--reward=my_rewards:score",), code)
+    submission.check(submitted, [], allow_code=True, is_here=False)
 
 
 @pytest.mark.parametrize("model", ["./mine", "/nowhere/mine", "models/mine/v2"])

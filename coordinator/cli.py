@@ -297,7 +297,7 @@ def main() -> int:
 
 
 def _failure(error: Exception, command: str, arguments: list[str]) -> tuple[str, int]:
-    """Return what an error says of what was typed or of this machine, and the exit code; raise any other."""
+    """Return the text of an error of what was typed or of this machine, and the exit code; raise others."""
     from coordinator.journal.control_characters import plain
     from coordinator.machine.oddities import explained
     from coordinator.settings.tree import SettingsError

@@ -26,7 +26,7 @@ OURS = "flagpost"
 """The name of the tasks of an event loop that are no environment's, and go on when a collector ends."""
 
 ALL_FAILED_MIN = 4
-"""If at least this many groups are given up and none is made, the reward or the environment is broken."""
+"""Groups that are given up, while none is made, from which on the reward or environment is broken."""
 
 LATE = 2
 """With `over_sample`, once half of the needed groups are finished, one in flight for longer than this times

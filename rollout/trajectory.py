@@ -21,13 +21,13 @@ class Turn:
     text: str
     begin: int | None = None
     end: int | None = None
-    """If the model has generated it for this sample: its tokens are token_ids[begin:end]."""
+    """End of its tokens, token_ids[begin:end], if the model has generated it for this sample."""
     finish_reason: str | None = None
-    """If it is generated: `stop`, or `length` if it was cut."""
+    """Why a generated turn ended: `stop`, or `length` if it was cut."""
     reward: float | None = None
-    """If it is generated: what it alone has earned, if its environment says so."""
+    """The reward that a generated turn alone has earned, if its environment says so."""
     state: str | None = None
-    """If it is generated: a name of the state that it was said in, if its environment gives one."""
+    """A name of the state that a generated turn was said in, if its environment gives one."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class Group:
     slot: int
     task_id: str
     prompt: str
-    """For people."""
+    """The prompt as people read it."""
     samples: list[Sample]
     given_up: str | None = None
     failed: list[str] = field(default_factory=list)
-    """For each sample that is missing, because its reward raised or it was unfit: the reason."""
+    """The reason of each sample that is missing, because its reward raised or it was unfit."""
 
     @property
     def is_unfinished(self) -> bool:

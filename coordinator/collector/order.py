@@ -73,7 +73,7 @@ class Order:
     """The source of the user's modules as the node has read it, by module: file and text."""
     settings: RolloutSettings
     engine: EngineAddress | None
-    """None: nothing is generated."""
+    """Address of the engine; None: nothing is generated."""
     start_model: str
     """The directory of the model that the run started from, for what needs only its tokenizer."""
     claim_pause_s: float
@@ -91,13 +91,13 @@ class Order:
     given_up: Mapping[int, str] = field(default_factory=dict[int, str])
     """Slots that are given up, and why."""
     slots: Sequence[int] = ()
-    """Without claims: the slots of this share, spare ones last."""
+    """Slots of this share, spare ones last; none where slots are claimed."""
     needed: int = 0
     """How many of `slots` are to be made."""
     claimed: Mapping[str, Any] | None = None
-    """With claims: the chunks of the plan (protocol.chunks) and its `spare` slots."""
+    """Chunks of the plan (protocol.chunks) and its `spare` slots, where slots are claimed."""
     first_part: int = 0
-    """Parts are numbered from the one behind this."""
+    """Number of the last part before this order; its parts are numbered from the next one on."""
     begun: Sequence[Begun] = ()
     """What the first slots of the iteration go on with."""
     segment: Segment | None = None

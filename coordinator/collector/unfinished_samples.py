@@ -26,11 +26,11 @@ class Begun:
 
     iteration: int
     slot: int
-    """Where the group was begun, the slot counted among the new ones. Its seed is of there."""
+    """Slot of `iteration` in which the group was begun, counted among the new ones; its seed is of there."""
     file: str
     file_sha256: str
     file_slot: int
-    """Where its samples so far are: a part of the iteration before, and the slot that it has there."""
+    """Slot that its samples so far have in `file`, a part of the iteration before."""
 
     @classmethod
     def all_of(cls, opened: Mapping[str, Any]) -> "list[Begun]":

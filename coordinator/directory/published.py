@@ -20,9 +20,9 @@ from rollout.storage.files import Moved, unheard
 from trainer.documents import RESULT, STATE_DIR, DamagedDocument, TrainResult
 
 VERIFIED = ".verified.json"
-"""In a checkpoint: somebody has read all of it back, and it was whole. A dot: no file of the model."""
+"""File of a checkpoint that somebody has read back, and found whole. A dot: no file of the model."""
 DAMAGED = ".damaged.json"
-"""In a checkpoint: somebody has read all of it back, and it was not."""
+"""File of a checkpoint that somebody has read back, and not found whole."""
 
 
 _HALF_PICTURE = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}\.tmp")

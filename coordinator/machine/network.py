@@ -73,8 +73,8 @@ class Peer:
 
 
 def boot() -> str:
-    """Return the same string to two processes if and only if they run on one machine, between two starts
-    of it.
+    """Return a text that two processes share if and only if they run on one machine, between two starts of
+    it.
     """
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
@@ -92,14 +92,14 @@ def has_boot_id() -> bool:
 
 
 def host_identity() -> str:
-    """Return the same string to two processes if and only if they share machine and network namespace."""
+    """Return a text that two processes share if and only if they share machine and network namespace."""
     if sys.platform == "darwin":  # it has no network namespaces
         return boot()
     return f"{boot()}/{_NETWORK_NAMESPACE.stat().st_ino}"
 
 
 def pid_space() -> str:
-    """Return the same string to two processes if and only if one pid means one process to both of them."""
+    """Return a text that two processes share if and only if one pid means one process to both of them."""
     if sys.platform == "darwin":  # it has no namespaces
         return host_identity()
     return f"{boot()}/{_PID_NAMESPACE.stat().st_ino}"

@@ -47,7 +47,7 @@ class Store:
         self._begun: tuple[Path, int] | None = None
         """What a trainer writes: the entry, and the descriptor that has its lock."""
         self._lock = threading.Lock()
-        """For `_held`: one thread copies ahead of another."""
+        """Lock of `_held`: one thread copies ahead of another."""
 
     def hold(
         self,

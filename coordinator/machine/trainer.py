@@ -40,7 +40,7 @@ class _Asked:
     progress: Callable[[int, int], None]
     reached: tuple[int, int] = (0, 0)
     still: Stopwatch = field(default_factory=lambda: Stopwatch(1.0))
-    """Since they were last seen to get on."""
+    """Time since the processes were last seen to get on."""
 
 
 class TrainerHost:

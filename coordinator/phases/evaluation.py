@@ -19,7 +19,7 @@ from rollout.tasks.task_set import TaskSet
 log = logging.getLogger(__name__)
 
 NONE = TaskSet((), "")
-"""In the place of the tasks of --eval-tasks where there are named sets alone."""
+"""No tasks, in the place of those of --eval-tasks where there are named sets alone."""
 
 
 def is_due(node: Node, iteration: Iteration) -> bool:

@@ -28,7 +28,7 @@ from rollout.storage import files
 
 KINDS: tuple[Kind, ...] = ("train", "eval")
 OWN = ""
-"""In the place of a set's name: the reward and the environment of training and of --eval-tasks."""
+"""Key, where others are set names, of the reward and environment of training and of --eval-tasks."""
 SAMPLING = {
     field.name: {"n": "samples_per_task"}.get(field.name, field.name)
     for field in fields(Sampling)

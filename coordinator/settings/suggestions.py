@@ -55,7 +55,7 @@ def meant(typed: str, known: Sequence[str]) -> str:
 
 
 def counted(typed: str) -> str:
-    """Return what the value of a setting of theirs is here, as the end of a sentence; else nothing."""
+    """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text."""
     word = _plain(typed)
     note = COUNTED.get(_pair(word)) or COUNTED.get(word.rpartition(".")[2])
     return f" ({note})" if note else ""

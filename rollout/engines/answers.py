@@ -12,7 +12,7 @@ UNIX = "unix:"
 """A base URL is http://HOST:PORT, or this and the path of a Unix socket that a server listens on."""
 LOOPBACK = "127.0.0.1"
 GENERATE = "/inference/v1/generate"
-"""Where vLLM takes pictures beside token ids, if it runs with --enable-scale-out."""
+"""The path at which vLLM takes pictures beside token ids, if it runs with --enable-scale-out."""
 HOST_OF_SOCKET = "http://localhost"
 """What a request over a Unix socket says that it goes to."""
 EXCERPT = 500

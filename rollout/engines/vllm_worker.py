@@ -118,7 +118,7 @@ def _compared(
 
 
 def _facts(worker: Any, directory: str, adapter: str | None, share: tuple[int, int]) -> dict[str, Any]:
-    """Return what this rank knows: sums of its share of the files, and of all that it computes with."""
+    """Return this rank's sums: of its share of the files, and of all that it computes with."""
     served, buffers = _served(worker.get_model())
     facts: dict[str, Any] = {
         "saved": saved_sums(directory, worker.vllm_config.model_config.dtype, share),

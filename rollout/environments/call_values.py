@@ -12,7 +12,7 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str | None = None
-    """If the model has written one."""
+    """The call's id, if the model has written one."""
 
 
 class NoCall(ValueError):

@@ -13,7 +13,7 @@ from rollout.processes.pool import CallFailed, CallLost, ProcessPool
 from rollout.trajectory import Sample
 
 LONGEST_S = 7 * 86400.0
-"""Only a bound: a group ends by rollout.group_timeout_s, and its processes with it."""
+"""A bound and no more: a group ends by rollout.group_timeout_s, and its processes with it."""
 
 
 async def play_outside(

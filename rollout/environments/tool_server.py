@@ -22,7 +22,7 @@ class ToolServer:
 
     def __init__(self, client: Any, tools: Sequence[Tool], name: str) -> None:
         self.tools = tools
-        """For `policy.with_tools`, or for the requests of an agent."""
+        """The server's tools, for `policy.with_tools`, or for the requests of an agent."""
         self._client = client
         self._name = name
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
-"""Between two tries. The wait doubles from the first to this."""
+"""Longest wait between two tries. It doubles from the first one to this."""
 WORTH_ANOTHER_TRY = {408, 409, 425, 429, *range(500, 600)}
 """Answers of a server that is busy or ill; others would be the same again."""
 _EXCERPT = 200

@@ -193,7 +193,7 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 Moved = Callable[[int], object]
-"""Is told how many bytes more were read or written."""
+"""A function that is told how many bytes more were read or written."""
 CHUNK_BYTES = 1 << 23
 
 

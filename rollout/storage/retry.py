@@ -42,7 +42,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that pass when somebody frees some space."""
 FULL_PAUSE_S = 2.0
 WAITING = "waiting for free space"
-"""In the line that says it."""
+"""Words of the line that says it."""
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|^(?:unable to|Error closing file) .*\((\d+)\)$")
 """How Rust writes an error of the operating system, and how torch does when it maps a file."""
@@ -81,7 +81,7 @@ class Call:
     verb: str
     path: Path
     began_s: float
-    """Monotonic."""
+    """The monotonic moment at which it began."""
 
 
 under_way: dict[int, Call] = {}

@@ -42,7 +42,7 @@ class Sink:
         self._bytes = 0
         self._durable = durable
         self._begun = 0
-        """So many bytes the system was told to begin to write."""
+        """Bytes that the system was told to begin to write."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""

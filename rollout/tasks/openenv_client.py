@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CLOSE_S, HANG_UP_S = 5.0, 0.5
 """How long a server may take to end a session, whose place the next one may need, and to say goodbye."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-"""Between two tries to get a session of a server that has no more of them."""
+"""Waits between two tries to get a session of a server that has no more of them."""
 MOST_BYTES = 2**26
 """Longest answer: a picture of a million pixels is about 12 MB as lists of numbers."""
 EXCERPT = 300

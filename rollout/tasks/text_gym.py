@@ -29,7 +29,7 @@ LOAD_TIMEOUT_S = 1800.0
 STEP_TIMEOUT = "step_timeout_s"
 """A parameter of ours: how long making the environment, `reset`, `step` and `close` may each take."""
 STEP_TIMEOUT_S = 60.0
-"""Its default."""
+"""The default of STEP_TIMEOUT."""
 KILLED_S = 5.0
 """How long a call may go on then before its process is ended."""
 Content = str | list[dict[str, Any]]

@@ -84,7 +84,7 @@ class Rollout:
         return self._run(chunks, claims)
 
     def made(self) -> dict[int, Made]:
-        """Return what the nodes have measured."""
+        """Return the Made of each node."""
         return {rank: Made(node.seconds, self.at_once) for rank, node in self.nodes.items()}
 
     def _run(self, chunks: Chunks | None, claims: Mapping[int, Claims]) -> float:

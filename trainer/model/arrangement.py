@@ -177,8 +177,8 @@ class _Trial:
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
     def mistake(self, packed: Microbatch, apart: Apart, kernel: Kernel = Kernel.OWN) -> str:
-        """Return what is wrong; empty if the sequences score as they do alone, and alike whatever the words
-        of the first are.
+        """Return the mistake in words; empty if the sequences score as they do alone, and alike whatever the
+        words of the first are.
         """
         words = packed.token_ids.copy()
         words[0, self._words] = words[0, self._words][::-1]

@@ -25,7 +25,7 @@ class Fault:
 
     epoch: int
     iteration: int
-    """0 before the first one."""
+    """Its iteration; 0 before the first one."""
     phase: str
     rank: int
     host: str
@@ -38,7 +38,7 @@ class Fault:
     went_on_s: float | None = None
     """Seconds until this node began a phase in a newer epoch. None if it did not stop, or did not go on."""
     crew: str = ""
-    """Where there are two."""
+    """The node's crew, where there are two."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Retries:
     text: str
     """The text of the last one."""
     crew: str = ""
-    """Where there are two."""
+    """The node's crew, where there are two."""
 
 
 def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:

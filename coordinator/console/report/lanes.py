@@ -55,7 +55,7 @@ class Lanes:
     missing: list[str]
     """The numbers of nodes whose clock cannot be related to the master's."""
     crew: str = ""
-    """Where there are two."""
+    """The crew's name, where there are two."""
 
     @property
     def height_px(self) -> int:

@@ -24,7 +24,7 @@ class Access:
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self.cookie = hmac.new(self._token, b"flagpost page", hashlib.sha256).hexdigest()
-        """It can only look: of a browser that shows pages of others too."""
+        """The cookie of a browser, which shows pages of others too: with it one can only look."""
 
     def has_token(self, authorization: str) -> bool:
         """Return whether a header `Authorization` has the token."""

@@ -32,9 +32,7 @@ class Start:
         return name in published.names(self.folder)
 
     def process(self) -> dict[str, Any] | None:
-        """Return what the process that was started has said of itself; None if none was, or if that is
-        damaged.
-        """
+        """Return the claim of the process that was started; None if none was, or if the claim is damaged."""
         claim = published.read_json(self.folder / PROCESS)
         return claim if claim is not None and _is_claim(claim) else None
 

@@ -51,7 +51,7 @@ class CrewReader:
         """The heartbeat of each rank that was read here first."""
 
     def look(self) -> Seen:
-        """Return what the crew shows now."""
+        """Return the crew as it shows itself now."""
         board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
         contents: Said = {rank: heartbeat_values(self.run_dir, beat) for rank, beat in board.beats.items()}

@@ -95,7 +95,7 @@ class LiveView:
         self._columns: set[str] = set()
         self._readings: _Readings | None = None
         self._painted: list[Text] = []
-        """Only the thread uses this and `_partial`."""
+        """Lines on the terminal. Only the thread uses this and `_partial`."""
         self._partial = ""
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         """Pieces of text in order; None: the end."""

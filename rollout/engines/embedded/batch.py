@@ -43,7 +43,7 @@ class Generation:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a row too."""
     top_k: int = 0
-    """0: all tokens."""
+    """The most likely tokens that are drawn from; 0: all tokens."""
     min_p: float = 0.0
     pictures: Sequence[tuple[Shown, int]] = ()
     """The pictures of the prompt, each with the place of its first token."""

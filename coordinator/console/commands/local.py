@@ -1,19 +1,16 @@
 """`run local`: start all nodes of a run as processes of this machine, in one terminal."""
 
-import contextlib
-import hashlib
 import json
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import Timeout
-
+from coordinator.console.commands.alone import alone
 from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.views.run import Run
 from coordinator.console.views.terminal import LiveView
@@ -22,10 +19,9 @@ from coordinator.journal.control_characters import plain
 from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
-from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol import placement_records
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
@@ -48,33 +44,9 @@ def run_local(children: Children, request: StartRequest) -> int:
 
     SettingsError if another `run local` has nodes in the directory: it would end when they are superseded.
     """
-    with _alone(request.root):
+    look = f"stop it with Ctrl+C, or look: run status --log-path {shlex.quote(str(request.root))}"
+    with alone("run local", "--log-path", request.root, look):
         return _run_local(children, request)
-
-
-@contextlib.contextmanager
-def _alone(root: Path) -> Generator[None]:
-    """Hold the directory for one `run local` of this user on this machine; SettingsError names another."""
-    name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    try:
-        lock = host_lock(f"local-{name}")
-    except Ended as error:
-        raise SettingsError(error.text) from None
-    holder = Path(lock.lock_file).with_suffix(".pid")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        pid = holder.read_text().strip() if holder.exists() else "unknown"
-        look = f"run status --log-path {shlex.quote(str(root))}"
-        raise SettingsError(
-            f"--log-path {root}: run local is at work there, pid {pid}; stop it with Ctrl+C, or look: {look}"
-            f"{if_stale(lock)}"
-        ) from None
-    try:
-        holder.write_text(f"{os.getpid()}\n")
-        yield
-    finally:
-        lock.release()
 
 
 def _run_local(children: Children, request: StartRequest) -> int:

@@ -1,23 +1,20 @@
 """`run serve`: take jobs over HTTP, start them, and show them, until Ctrl+C. The jobs go on."""
 
 import asyncio
-import hashlib
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
 from aiohttp import web
-from filelock import Timeout
 
+from coordinator.console.commands.alone import alone
 from coordinator.console.server.access import Access, find_token
 from coordinator.console.server.app import Service
 from coordinator.console.server.launchers import Launcher
-from coordinator.machine.host_lock import host_lock, if_stale
 from coordinator.machine.network import LOOPBACK
 from coordinator.machine.signals import is_ignored_hangup
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit
 from coordinator.settings.tree import SettingsError
 from coordinator.start.log_path import check_log_path
 from rollout.storage import files
@@ -39,20 +36,11 @@ def serve(
     """Serve the jobs in `root` until a signal comes. SettingsError says what is wrong; then nothing began."""
     logging.basicConfig(level=logging.WARNING, format="run: %(message)s")
     check_log_path(root, "--root")
-    name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    try:
-        lock = host_lock(f"serve-{name}")
-    except Ended as error:
-        raise SettingsError(error.text) from None
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        text = "run serve is at work there on this machine; stop it first"
-        raise SettingsError(f"--root {root}: {text}{if_stale(lock)}") from None
-    files.make_directory(root)
-    token, where = find_token(root, token_file)
-    service = Service(root, Access(token), launcher, allow_code, at_once, max_upload_mib * MIB)
-    return asyncio.run(_serve(service, host, port, where))
+    with alone("run serve", "--root", root, "stop it first"):
+        files.make_directory(root)
+        token, where = find_token(root, token_file)
+        service = Service(root, Access(token), launcher, allow_code, at_once, max_upload_mib * MIB)
+        return asyncio.run(_serve(service, host, port, where))
 
 
 async def _serve(service: Service, host: str, port: int, where: str) -> int:

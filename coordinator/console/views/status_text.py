@@ -1,7 +1,7 @@
 """The state of a run in words, for `run status` and for the live view. Pure."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -196,29 +196,20 @@ def render(status: Status, root: Path) -> str:
     status = all_plain(status)
     going = is_going(status)
     nodes = nodes_of(status)
-    columns = [
-        _column("crew", [node["crew"] for node in nodes] if len(status["crews"]) > 1 else []),
-        _column("rank", [str(node["rank"]) for node in nodes], ">"),
-        _column("host", [node["host"][:20] for node in nodes]),
-        _column("address", [node["address"] for node in nodes]),
-        _column("state", [node["state"] for node in nodes]),
-        _column("phase", [node["phase"] for node in nodes]),
-        _column("tasks", [tasks(node) for node in nodes], ">"),
-        _column("samples", [samples(node) for node in nodes], ">"),
-        _column("tokens/s", [tokens(node) for node in nodes], ">"),
-        _column("GPUs", [gpus(node) for node in nodes]),
-        _column("weight", [f"{node['weight']:g}" for node in nodes], ">"),
-        _column("measured", [_measured(node) for node in nodes], ">"),
-        _column("silent", [_silence(node) for node in nodes], ">"),
-    ]
-    table = ["  ".join(row).rstrip() for row in zip(*filter(None, columns), strict=True)]
     crews: list[Status] = status["crews"]
+    columns = [
+        _column(title, cells)
+        for title, cell in CELLS.items()
+        if any(cells := [cell(node) for node in nodes]) and (title != "crew" or len(crews) > 1)
+    ]
+    table = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
     epoch = f" (epoch {status['epoch']})"
     places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0])]))]
     if len(crews) > 1:
         epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]
     elif not going:
         places = [f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {places[0]}"]
+    last = rewards(status["last_metrics"])
     lines = [
         f"{one_line(str(root))}: run {status['run_id']} is {status['state']}{epoch}",
         *lineage(status.get("forked_from")),
@@ -226,8 +217,9 @@ def render(status: Status, root: Path) -> str:
         *repairs(status, root),
         "",
         *table,
+        *(["", last] if last else []),
     ]
-    return "\n".join([*lines, *_after_a_blank(rewards(status["last_metrics"]))])
+    return "\n".join(lines)
 
 
 def lineage(forked_from: Mapping[str, Any] | None) -> Iterable[str]:
@@ -249,13 +241,27 @@ def _silence(node: Node) -> str:
     return f"{node['silent_s']:.1f} s" if node["state"] in {"alive", "silent"} else ""
 
 
-def _column(title: str, cells: Sequence[str], align: str = "<") -> list[str]:
-    """Pad title and cells to one width; [] if all cells are empty."""
-    if not any(cells):
-        return []
+def _column(title: str, cells: Sequence[str]) -> list[str]:
+    """Pad title and cells to one width."""
     width = max(map(len, [title, *cells]))
-    return [f"{text:{align}{width}}" for text in (title, *cells)]
+    return [f"{text:{'>' if title in RIGHT else '<'}{width}}" for text in (title, *cells)]
 
 
-def _after_a_blank(*lines: str) -> Iterable[str]:
-    return ["", *lines] if any(lines) else []
+CELLS: dict[str, Callable[[Node], str]] = {
+    "crew": lambda node: node["crew"],
+    "rank": lambda node: str(node["rank"]),
+    "host": lambda node: node["host"][:20],
+    "address": lambda node: node["address"],
+    "state": lambda node: node["state"],
+    "phase": lambda node: node["phase"],
+    "tasks": tasks,
+    "samples": samples,
+    "tokens/s": tokens,
+    "GPUs": gpus,
+    "weight": lambda node: f"{node['weight']:g}",
+    "measured": _measured,
+    "silent": _silence,
+}
+"""The columns of a table of nodes; the live view has some of them."""
+RIGHT = {"rank", "tasks", "samples", "tokens/s", "weight", "measured", "silent"}
+"""Columns of numbers."""

@@ -1,6 +1,6 @@
 """The live view of a run as lines of a terminal: one line per node, what it waits for, the rewards. Pure."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,7 @@ def filled_columns(status: Status) -> set[str]:
     return columns | ({"phase"} if any(node["phase"] for node in nodes) else set[str]())
 
 
-OPTIONAL: dict[str, Callable[[Node], str]] = {
-    "tasks": words.tasks,
-    "samples": words.samples,
-    "tokens/s": words.tokens,
-    "GPUs": words.gpus,
-}
+OPTIONAL = {name: words.CELLS[name] for name in ("tasks", "samples", "tokens/s", "GPUs")}
 
 
 def _state(node: Node, going: bool) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.console.commands import local
+from coordinator.console.commands.alone import alone
 from coordinator.machine.children import Children
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
@@ -69,8 +70,8 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
     (tmp_path / "link").symlink_to(tmp_path)
     script = f"""if True:
         from pathlib import Path
-        from coordinator.console.commands import local
-        with local._alone(Path({str(root)!r})):
+        from coordinator.console.commands.alone import alone
+        with alone("run local", "--log-path", Path({str(root)!r}), "stop it"):
             print("at work", flush=True)
             input()
     """
@@ -80,11 +81,11 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
     with Children() as children, pytest.raises(SettingsError, match=refused):
         local.run_local(children, StartRequest(same))
     assert not root.exists()
-    with local._alone(tmp_path / "another"):
+    with alone("run local", "--log-path", tmp_path / "another", ""):
         pass
     first.kill()  # it leaves its pid behind
     first.communicate()
-    with local._alone(same):
+    with alone("run local", "--log-path", same, ""):
         pass
 
 

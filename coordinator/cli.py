@@ -16,7 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from coordinator.console.commands.arguments import AllowSharedDir, LogPath, Words, new_app, option
+from coordinator.console.commands.arguments import (
+    RESET,
+    AcceptCodeChange,
+    AllowSharedDir,
+    Config,
+    DebugMode,
+    DryRun,
+    LogPath,
+    Reset,
+    SettingsOnly,
+    Words,
+    new_app,
+    option,
+)
 from coordinator.console.commands.names import GUEST, LOCAL
 from coordinator.console.commands.parse import COMMANDS
 
@@ -24,29 +37,6 @@ if TYPE_CHECKING:
     from coordinator.start.request import StartRequest
 
 PROGRAM = "run"
-RESET = "--reset-settings"
-Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")]
-Reset = Annotated[
-    list[str] | None,
-    option(
-        RESET,
-        metavar="[KEY]",
-        help="Go back to the default of a setting or section; without KEY: of all of them.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the settings, look at what they name, and stop.")
-]
-SettingsOnly = Annotated[bool, typer.Option("--settings-only", hidden=True)]
-"""Print the settings, and look at nothing that they name: it is elsewhere, or nobody trusts it yet."""
-DebugMode = Annotated[bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")]
-AcceptCodeChange = Annotated[
-    bool,
-    typer.Option(
-        "--accept-code-change",
-        help="Go on with an open iteration although the code of its reward or environment has changed.",
-    ),
-]
 OfCrew = Annotated[str | None, typer.Option("--crew", hidden=True)]
 PlacedAs = Annotated[str | None, typer.Option("--placed-as", hidden=True)]
 
@@ -275,8 +265,7 @@ def main() -> int:
 
         return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, GUEST, *COMMANDS)})
     arguments = sys.argv[1:]
-    name = arguments[0] if arguments else ""
-    names = [name] if name in (LOCAL, GUEST, *COMMANDS) else []
+    names = [name for name in arguments[:1] if name in (LOCAL, GUEST, *COMMANDS)]
     from coordinator.console.commands.typos import with_all_resets
     from coordinator.settings.tree import SettingsError
     from rollout.processes.imports import importing
@@ -286,7 +275,7 @@ def main() -> int:
     shown = program if installs else command
     try:
         with importing():
-            app, rest = _app(name if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
+            app, rest = _app(names[0] if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
         return app(rest, prog_name=shown, standalone_mode=False) or 0
     except KeyboardInterrupt:
         return 130

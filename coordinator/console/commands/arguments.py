@@ -62,6 +62,31 @@ def option(*names: str, help: str, metavar: str = "TEXT", **more: Any) -> Any:
     return typer.Option(*names, help=help, metavar=metavar, show_default=False, **more)
 
 
+RESET = "--reset-settings"
+Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")]
+Reset = Annotated[
+    list[str] | None,
+    option(
+        RESET,
+        metavar="[KEY]",
+        help="Go back to the default of a setting or section; without KEY: of all of them.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the settings, look at what they name, and stop.")
+]
+SettingsOnly = Annotated[bool, typer.Option("--settings-only", hidden=True)]
+"""Print the settings, and look at nothing that they name: it is elsewhere, or nobody trusts it yet."""
+DebugMode = Annotated[bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")]
+AcceptCodeChange = Annotated[
+    bool,
+    typer.Option(
+        "--accept-code-change",
+        help="Go on with an open iteration although the code of its reward or environment has changed.",
+    ),
+]
+
+
 def new_app(add_completion: bool = False) -> typer.Typer:
     """Return a command of its own; its help is plain text on any terminal."""
     return typer.Typer(add_completion=add_completion, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -4,12 +4,15 @@ TRL calls `reward(completions, prompts, **columns)` with lists, verl `compute_sc
 ground_truth, extra_info)` with one sample, OpenRLHF `reward_func(queries, prompts, labels)` with lists.
 """
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import pairwise
+from types import CodeType
 from typing import Any, cast
 
-from rollout.plugins import is_async
+from rollout.plugins import PluginError, is_async
 
 _Convention = tuple[Callable[[dict[str, Any], str], dict[str, Any]], Callable[[Any], Any]]
 """What to call a function with, and what its result means."""
@@ -43,6 +46,41 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
         return result(call(task, completion))
 
     return functools.update_wrapper(score, function)
+
+
+def refuse_unfit(function: Callable[..., Any]) -> None:
+    """Raise PluginError for a function that makes a reward, and is none, and for one that needs the tokens of
+    completions, as TRL's functions may; rewards are given texts here.
+    """
+    parameters = _parameters(function)
+    tokens = parameters.get("completion_ids")
+    if (
+        tokens is not None
+        and tokens.default is tokens.empty
+        and (_convention(parameters) or next(iter(parameters)) == tokens.name)
+    ):
+        raise PluginError(
+            "it needs `completion_ids`, and rewards are given completions as texts, not their tokens; take "
+            "it out of the parameters, or give it the default None"
+        )
+    if not {"task", "completion", "completions"} & parameters.keys() and _returns_reward(function):
+        raise PluginError(
+            "it makes a reward function, and is none; write into its file, e.g., `my_reward = "
+            f"{function.__name__}(...)`, and name my_reward"
+        )
+
+
+def _returns_reward(function: Callable[..., Any]) -> bool:
+    """Return whether a function certainly returns one that it defines, with parameters of TRL's rewards."""
+    code = getattr(function, "__code__", None)
+    inner = {
+        each.co_name
+        for each in getattr(code, "co_consts", ())
+        if isinstance(each, CodeType)
+        and {"completions", "completion_ids"} & {*each.co_varnames[: each.co_argcount]}
+    }
+    steps = pairwise(dis.get_instructions(code)) if code and inner else ()
+    return any(before.argval in inner and step.opname == "RETURN_VALUE" for before, step in steps)
 
 
 def lacking(function: Callable[..., Any]) -> Callable[[dict[str, Any]], list[str]]:

@@ -28,7 +28,7 @@ from rollout.plugins import (
 )
 from rollout.processes.killable_rewards import LibraryReward, SyncReward
 from rollout.processes.pool import CallFailed, CallLost
-from rollout.processes.reward_signatures import lacking, with_our_parameters
+from rollout.processes.reward_signatures import lacking, refuse_unfit, with_our_parameters
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.endpoint import EndpointError
@@ -248,7 +248,9 @@ def _resolve(name: str) -> Reward:
         return Reward(name, function)
     _refuse_unknown(name)
     try:
-        function = with_our_parameters(load_function(name))
+        function = load_function(name)
+        refuse_unfit(function)
+        function = with_our_parameters(function)
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error

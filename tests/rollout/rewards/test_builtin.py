@@ -60,6 +60,14 @@ async def trl_later(completions, **columns): return np.array([0.5 for _ in compl
 def trl_unscored(completions, **columns): return [None for _ in completions]
 def trl_number(completions, **columns): return 1.0
 def trl_lacks(completions, solution): return [1.0]
+def trl_tokens(completions, completion_ids): return [1.0]
+def trl_maker(least=0.0, most=1.0):
+    def reward(completions, **columns): return [most for _ in completions]
+    return reward
+trl_made = trl_maker(most=0.5)
+def by_helper(example, text):
+    def each(completions): return [len(text) / 4 for text in completions]
+    return each([text])[0]
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     hard = data_source == "sums" and extra_info["hard"]
     return {"score": float(solution_str == ground_truth), "hard": hard}
@@ -256,6 +264,8 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("trl_chat", {"messages": CHAT, "answer": "12"}, 1.0),
         ("trl_later", {}, 0.5),
         ("trl_unscored", {}, 0.0),
+        ("trl_made", {}, 0.5),
+        ("by_helper", {}, 0.5),
         ("compute_alone", {"answer": "12"}, 1.0),
         ("full_score", {}, 1.0),
         ("openrlhf", {"label": "12"}, 1.0),
@@ -338,6 +348,8 @@ def test_function_of_lists_that_cannot_score_is_an_error(user_code: str, functio
         ("{user}:three_arguments", "takes (task, completion, info), but is called with"),
         ("{user}:named_only", "takes (*, task, completion), but"),
         ("{user}:yields", "yields; it must return"),
+        ("{user}:trl_tokens", "it needs `completion_ids`, and rewards are given completions as texts"),
+        ("{user}:trl_maker", "it makes a reward function, and is none; write into its file, e.g., `my_rew"),
         (":f", "is not of the form module:function"),
         ("code/scores.py:f", "code/scores.py: no such file"),
         ("{user}.py:absent", "no such name in"),

@@ -1,10 +1,8 @@
 """`run launch --ray` without a cluster: what is asked for, and the life of a rank beside its actor."""
 
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,59 +13,12 @@ from coordinator.console.commands import launch_ray as module
 from coordinator.console.commands import ray_cluster
 from coordinator.console.commands.launch_ray import RayNode, is_death
 from coordinator.console.commands.parse import COMMANDS
-from coordinator.console.commands.ray_machines import Machine, bundles, parse_asked
+from coordinator.console.commands.ray_machines import Machine
 from coordinator.console.commands.relay import Relay
 from coordinator.settings.tree import SettingsError
 from tests.bash import READY_TO_WAIT, WAIT
 
-THERE = [Machine("head", 0, 8), Machine("a", 8, 64), Machine("b", 4, 32), Machine("c", 8, 96)]
-
-
 # ---- what is asked for
-
-
-def test_nodes_take_whole_machines_the_largest_first() -> None:
-    assert bundles(THERE, parse_asked(3, None, None), "auto") == [
-        {"GPU": 8, "CPU": 96},
-        {"GPU": 8, "CPU": 64},
-        {"GPU": 4, "CPU": 32},
-    ]
-
-
-def test_nodes_that_ask_for_less_leave_large_machines_to_the_others() -> None:
-    assert bundles(THERE, parse_asked(3, "4,8,8", "16"), "auto") == [
-        {"GPU": 4, "CPU": 16},
-        {"GPU": 8, "CPU": 16},
-        {"GPU": 8, "CPU": 16},
-    ]
-    assert bundles(THERE, parse_asked(2, "0", None), "auto") == [{"CPU": 8}, {"CPU": 32}]
-
-
-def test_head_without_cpus_is_no_machine() -> None:
-    with pytest.raises(SettingsError, match="has 0 machines with CPUs"):
-        bundles([Machine("head", 0, 0)], parse_asked(1, None, None), "auto")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "gpus", "cpus", "expected"),
-    [
-        (5, None, None, "has 4 machines with CPUs: head (0 GPUs, 8 CPUs), a (8 GPUs, 64 CPUs), "),
-        (
-            3,
-            "8",
-            None,
-            "rank 2 asks for 8 GPUs and 0 CPUs, and no machine of the Ray cluster at auto has them",
-        ),
-        (1, None, "128", "rank 0 asks for 0 GPUs and 128 CPUs"),
-        (2, "8,8,8", None, "--gpus-per-node 8,8,8: give a number from 0, or one for each of 2 nodes"),
-        (2, "-1", None, "--gpus-per-node -1"),
-        (2, None, "0", "--cpus-per-node 0: give a number from 1"),
-    ],
-)
-def test_what_is_missing_is_named(nodes: int, gpus: str | None, cpus: str | None, expected: str) -> None:
-    with pytest.raises(SettingsError) as refused:
-        bundles(THERE, parse_asked(nodes, gpus, cpus), "auto")
-    assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -337,39 +288,3 @@ def test_is_death(code: int | None, death: bool) -> None:
 
 
 # ---- what runs on the machine
-
-
-def lines_of(relay: Relay, argv: Sequence[str], words: Sequence[str] = ()) -> tuple[list[str], int]:
-    relay.start(argv)
-    lines: list[str] = []
-    deadline_s = time.monotonic() + 60.0
-    while time.monotonic() < deadline_s:
-        new, code = relay.exchange(words, 0.1)
-        words = ()
-        lines += new
-        if code is not None:
-            return lines, code
-    raise AssertionError(f"no end: {lines}")
-
-
-def test_words_arrive_in_order_and_all_lines_before_the_code() -> None:
-    script = (
-        'while read -r word; do echo "$word"; done; for ((n = 0; n < 1500; n++)); do echo $n; done; exit 7'
-    )
-    lines, code = lines_of(Relay(), ["bash", "-c", script], ["go", "INT", "cut off"])
-    assert (lines[:2], len(lines), code) == (["go", "INT"], 1502, 7)
-
-
-def test_program_that_leaves_a_child_with_its_output_has_ended() -> None:
-    (child,), code = lines_of(Relay(), ["bash", "-c", "sleep 1000 & echo $!; exit 5"])
-    os.kill(int(child), signal.SIGKILL)  # it lives
-    assert code == 5
-
-
-def test_mark_is_made_where_the_run_will_be_and_seen_there_alone(tmp_path: Path) -> None:
-    relay = Relay()
-    mark = relay.mark(str(tmp_path / "a" / "b"))
-    assert Path(mark).parent == tmp_path
-    assert relay.sees(mark, 0.0) and not relay.sees(f"{tmp_path}/absent/{Path(mark).name}", 0.0)
-    relay.unmark(mark)
-    assert list(tmp_path.iterdir()) == []

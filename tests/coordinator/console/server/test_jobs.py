@@ -13,17 +13,14 @@ import psutil
 import pytest
 
 from coordinator.console.server import jobs
-from coordinator.console.server.access import Access
-from coordinator.console.server.app import Service, _listed
 from coordinator.console.server.jobs import Job, UnknownJob, state_of
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.readings import Readings
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS
 from coordinator.console.server.starts import Conflict, Start
 from coordinator.console.server.submission import Submission
-from coordinator.console.server.waiting_jobs import begin_next
 from coordinator.machine.network import pid_space
-from coordinator.settings.tree import SettingsError
+from tests.coordinator.console.server.made_jobs import CLAIM, Script, until
 
 STATES = [
     # exit code, begun, alive, stopped, state of the run, iteration: the state of the job
@@ -56,16 +53,6 @@ STATES = [
 ]
 
 
-CLAIM = {
-    "pid": 2**30,
-    "created_s": 1.0,
-    "runner": {"pid": 2**30, "created_s": 1.0},
-    "pid_space": pid_space(),
-    "host": "node-a",
-}
-"""What a process has said of itself that is not there any more."""
-
-
 @pytest.mark.parametrize(("seen", "expected"), STATES)
 def test_state_follows_from_the_start_and_the_run(seen: tuple[Any, ...], expected: str) -> None:
     assert state_of(*seen) == expected
@@ -80,83 +67,6 @@ def test_what_else_lies_in_the_root_stops_no_job(tmp_path: Path) -> None:
     assert [job.name for job in jobs.all_jobs(tmp_path)] == ["sums"]
 
 
-def test_stopped_job_of_another_machine_holds_up_no_other(tmp_path: Path) -> None:
-    away = jobs.submit(tmp_path, Submission("away", (), {}))
-    (away.folder / "start_0001").mkdir()
-    (away.start().folder / PROCESS).write_text(json.dumps({**CLAIM, "pid_space": "x", "host": "node-b"}))
-    with pytest.raises(Conflict):
-        away.stop(Launcher(), now=False)
-    job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    begin_next(tmp_path, Script(), Readings(), 1)
-    assert job.start().has(PROCESS)
-    job.stop(Script(), now=True)
-    until(job.start().exit_code)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (PROCESS, ""),
-        (PROCESS, "{}"),
-        (PROCESS, json.dumps({**CLAIM, "pid": "1"})),
-        (PROCESS, json.dumps({**CLAIM, "runner": {}})),
-        (EXIT, "{}"),
-        (EXIT, '{"code": "x"}'),
-    ],
-)
-def test_job_with_a_damaged_file_is_listed_as_lost_and_holds_up_no_other(
-    name: str, text: str, tmp_path: Path
-) -> None:
-    broken = jobs.submit(tmp_path, Submission("broken", (), {}))
-    (folder := broken.start().folder).mkdir()
-    (folder / PROCESS).write_text(json.dumps(CLAIM))
-    (folder / name).write_text(text)
-    job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
-    begin_next(tmp_path, Script(), service.readings, 1)
-    assert job.start().has(PROCESS)
-    job.stop(Script(), now=True)
-    until(job.start().exit_code)
-    assert ("broken", "lost") in [(told["name"], told["state"]) for told in _listed(service)]
-    broken.stop(Script(), now=True)
-    broken.resume(1)
-    assert broken.state(None, 0) == "submitted"
-
-
-def test_job_whose_run_cannot_be_read_counts_only_while_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = jobs.submit(tmp_path, Submission("broken", (), {}))
-    broken.begin(Script())
-    until(lambda: broken.start().has(PROCESS))
-    job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
-
-    def damaged(_job: Job) -> None:
-        raise KeyError("state")
-
-    monkeypatch.setattr(service.readings, "tell", damaged)
-    begin_next(tmp_path, Script(), service.readings, 1)
-    assert not job.start().has(PROCESS)
-    said = until(broken.start().process)
-    for number in (said["runner"]["pid"], said["pid"]):
-        psutil.Process(number).kill()
-    until(lambda: broken.start().is_alive() is False)
-    begin_next(tmp_path, Script(), service.readings, 1)
-    assert job.start().has(PROCESS)
-    job.stop(Script(), now=True)
-    until(job.start().exit_code)
-
-
-class Script(Launcher):
-    """Starts a program of the test."""
-
-    program = "import time; print('began', flush=True); time.sleep(60)"
-
-    def command(self, log_path: Path, options: Any, output: Path) -> list[str]:
-        return [sys.executable, "-c", self.program]
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     """A job that was submitted; what was started of it is killed at the end."""
@@ -165,14 +75,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     for path in made.folder.glob("*_0*"):
         if Start(path).is_alive():
             Start(path).signal(signal.SIGKILL)
-
-
-def until(ready: Any) -> Any:
-    deadline_s = time.monotonic() + 60
-    while not (value := ready()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-    return value
 
 
 def test_submission_that_broke_off_is_no_job_until_it_is_sent_again(tmp_path: Path) -> None:
@@ -334,41 +236,3 @@ def test_process_of_another_machine_is_not_judged(job: Job) -> None:
     assert job.state(None, 0) == "gathering"  # it may not have come to the run
     with pytest.raises(Conflict, match="it was started on node-b"):
         job.stop(Launcher(), now=False)
-
-
-LAUNCHED = [
-    (Launcher(), "-P -m coordinator.cli local --log-path /jobs/sums --iterations=3"),
-    (Launcher("ssh", "a,b"), "-P -m coordinator.cli launch --hosts a,b --log-path /jobs/sums --iterations=3"),
-    (
-        Launcher("ray", address="ray://x:1"),
-        "-P -m coordinator.cli launch --ray ray://x:1 --log-path /jobs/sums --iterations=3",
-    ),
-]
-
-
-@pytest.mark.parametrize(("launcher", "expected"), LAUNCHED)
-def test_each_launcher_has_a_command(launcher: Launcher, expected: str) -> None:
-    command = launcher.command(Path("/jobs/sums"), ["--iterations=3"], Path("out"))
-    assert " ".join(command[1:]) == expected and launcher.cancel(Path("/jobs/sums")) == []
-
-
-def test_number_of_nodes_is_that_of_the_hosts() -> None:
-    launcher = Launcher("ssh", "a,b")
-    assert launcher.decided == ["--num-nodes", "2"]
-    with pytest.raises(SettingsError, match="leave --num-nodes=3 out: the server has a node on each of a,b"):
-        launcher.refuse(["--num-nodes=3"])
-    Launcher().refuse(["--num-nodes=3"])
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("docker", ""), "--launcher docker: there is local, ssh, slurm, ray"),
-        (("ssh", ""), "--hosts A,B,C go together"),
-        (("local", "a"), "--hosts A,B,C go together"),
-        (("slurm", "", Path("/no/script")), "/no/script"),
-    ],
-)
-def test_launcher_that_cannot_work_is_refused(given: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
-        Launcher(*given)

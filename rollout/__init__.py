@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from rollout.engines.answers import RequestRefused
     from rollout.engines.completion import Completion
     from rollout.environments.environment import serve, single_turn
-    from rollout.environments.policy import Episode, Policy, sample_of
+    from rollout.environments.policy import Episode, Policy
     from rollout.environments.python_tool import PYTHON_TOOL, run_python
     from rollout.environments.tool_server import ToolServer, tool_server
+    from rollout.environments.turns import sample_of
     from rollout.origin import Sampling
     from rollout.tasks.task_set import Task
     from rollout.trajectory import Sample
@@ -49,7 +50,7 @@ _PLACES = {
     "Task": "rollout.tasks.task_set",
     "ToolServer": "rollout.environments.tool_server",
     "run_python": "rollout.environments.python_tool",
-    "sample_of": "rollout.environments.policy",
+    "sample_of": "rollout.environments.turns",
     "serve": "rollout.environments.environment",
     "single_turn": "rollout.environments.environment",
     "tool_server": "rollout.environments.tool_server",

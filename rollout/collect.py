@@ -5,15 +5,17 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn
 
+from rollout.engine_places import Meter, Place
 from rollout.engines.client import EngineClient
 from rollout.environments.segments import Segment
 from rollout.environments.self_teacher import SelfTeacher
+from rollout.finished_groups import FinishedGroups
 from rollout.group_maker import GroupMaker, Recipe
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
-from rollout.slots import Listed, Meter, Slot, Source
+from rollout.slots import InFlight, Listed, Source
 from rollout.stuck_user_code import end, interrupting
 from rollout.tally import Tally
 from rollout.trajectory import Group
@@ -98,21 +100,17 @@ class Collector:
         self._rewards = [recipe.reward for recipe in recipes.values()]
         is_instant = all(maker.is_instant for maker in self._makers.values())
         self._most_groups = self.meter.width * (1 if is_instant else 2)
-        self._counts = counts
+        self._finished = FinishedGroups(counts)
         self._may_all_fail = may_all_fail
         self._on_begin = on_begin
         self._on_end = on_end
         self._source: Source = Listed([])
         self._on_group: Callable[[Group], None] = lambda _: None
         self._workers: set[asyncio.Task[None]] = set()
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         """By slot: the groups that are being made."""
         self._longest_s = 0.0
         """How long the slowest of the finished groups took."""
-        self._held: list[Group] = []
-        """Tombstones: they are final, so they wait for a group that shows that the reward works. And what was
-        finished before it was wanted."""
-        self._finished = self._counted = self._given_up = self._failed = 0
         self._grace_ends_s = math.inf
         self.made_elsewhere: Callable[[], int] = lambda: 0
         """How many of the needed groups others have made: with them, a share none of whose groups ever ends
@@ -127,7 +125,7 @@ class Collector:
     @property
     def open_slots(self) -> list[int]:
         """The slots whose groups are begun and not handed over."""
-        return sorted([*self._in_flight, *(group.slot for group in self._held)])
+        return sorted([*self._in_flight, *(group.slot for group in self._finished.held)])
 
     @property
     def is_busy(self) -> bool:
@@ -148,7 +146,7 @@ class Collector:
         self._on_group = on_group
         self._start(source, kept)
         self._holds = False
-        self._hand_over()
+        self._finished.hand_over(on_group)
         pending = set(self._workers)
         with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
             while pending and not self._is_over():
@@ -156,11 +154,7 @@ class Collector:
                 if stop.is_set():
                     self._pause()
                     raise Stopped(f"stopped with {len(self._in_flight)} groups in flight")
-                done, pending = await asyncio.wait(
-                    pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-                )
-                for task in done:
-                    task.result()
+                pending = await _still_running(pending)
         return self._conclude()
 
     async def begin(self, source: Source) -> NoReturn:
@@ -174,21 +168,14 @@ class Collector:
             with interrupting(self._settings.group_timeout_s, "group_timeout_s") as say_free:
                 while True:
                     say_free()
-                    if not pending:
-                        await asyncio.sleep(_STOP_POLL_S)
-                        continue
-                    done, pending = await asyncio.wait(
-                        pending, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION
-                    )
-                    for task in done:
-                        task.result()
+                    pending = await _still_running(pending)
         finally:
             self._pause()
 
     def _start(self, source: Source, kept: int) -> None:
         """Have a worker for each group that may be in flight."""
         self._source = source
-        self._counted = sum(map(self._counts, self._held))
+        self._finished.begin()
         self._grace_ends_s = math.inf
         self._is_paused = False
         if self._others is None:
@@ -217,11 +204,8 @@ class Collector:
                 self._workers.discard(flight.worker)
                 if flight.worker.done() and not flight.worker.cancelled():
                     flight.worker.exception()  # it has been seen
-        for group in [group for group in self._held if group.slot not in slots]:
-            self._held.remove(group)
-            self._finished -= group.given_up is None
-            self._given_up -= group.given_up is not None
-            self._failed -= len(group.failed)
+        for group in [group for group in self._finished.held if group.slot not in slots]:
+            self._finished.forget(group)
 
     async def end(self) -> None:
         """Cancel what is in flight, and whatever environments have left running."""
@@ -241,13 +225,13 @@ class Collector:
         """Make one group after another, until no slot is left."""
         worker: Any = asyncio.current_task()
         while not self._is_paused:
-            async with _Place(self._places) as place:
+            async with Place(self._places) as place:
                 while (slot := await self._source.take(self._wants_spare)) is None:
                     if not self._may_replace():
                         return
                     await asyncio.sleep(_STOP_POLL_S)
                 begun_s = asyncio.get_running_loop().time()
-                self._in_flight[slot.number] = _InFlight(slot, worker, begun_s)
+                self._in_flight[slot.number] = InFlight(slot, worker, begun_s)
                 self._on_begin(slot.number)
                 place.begin()
                 group = await self._makers[slot.kind].make(slot, place.leave)
@@ -264,26 +248,26 @@ class Collector:
         """Return whether so few groups are made, or being made, that a spare slot is begun."""
         begin = math.ceil(self._source.needed * self._settings.over_sample)
         in_flight = len(self._in_flight)
-        if self._may_replace() and 2 * self._counted >= self._source.needed:
+        if self._may_replace() and 2 * self._finished.counted >= self._source.needed:
             since_s = asyncio.get_running_loop().time() - LATE * (self._longest_s or math.inf)
             in_flight = sum(flight.begun_s > since_s for flight in self._in_flight.values())
-        return in_flight + self._counted < begin
+        return in_flight + self._finished.counted < begin
 
     def _may_replace(self) -> bool:
         """Return whether a spare slot may yet be begun for a group that is late."""
-        is_short = self._counted < self._source.needed
+        is_short = self._finished.counted < self._source.needed
         return is_short and self._settings.over_sample > 1 and self._source.has_spare
 
     def _is_over(self) -> bool:
         """Return whether the groups that are still in flight are no longer needed."""
         if self._source.is_open or self._holds:
             return False
-        if self._counted >= self._source.needed:
+        if self._finished.counted >= self._source.needed:
             return True
         now_s = asyncio.get_running_loop().time()
         elsewhere = self.made_elsewhere()
         needed = self._source.needed + elsewhere
-        is_enough = self._counted + elsewhere >= self._settings.completion_threshold * needed
+        is_enough = self._finished.counted + elsewhere >= self._settings.completion_threshold * needed
         if is_enough and self._grace_ends_s == math.inf:
             self._grace_ends_s = now_s + self._settings.grace_period_s
         return now_s >= self._grace_ends_s
@@ -292,85 +276,40 @@ class Collector:
         """Give up the groups that are in flight. Returns how many of the needed groups are missing."""
         self._tally.say_counts()
         needed, elsewhere = self._source.needed, self.made_elsewhere()
-        short = needed - self._counted
+        short = needed - self._finished.counted
         if self._in_flight and short > 0:
             reason = (
                 f"cancelled: not finished {self._settings.grace_period_s:g} s after "
-                f"{self._counted + elsewhere} of {needed + elsewhere} groups were (grace_period_s, "
+                f"{self._finished.counted + elsewhere} of {needed + elsewhere} groups were (grace_period_s, "
                 "completion_threshold)"
             )
             log.warning("%d groups are %s", len(self._in_flight), reason)
             for flight in self._in_flight.values():
                 self._take(flight.slot.tombstone(reason))
-        if len(self._held) >= ALL_FAILED_MIN and not elsewhere and not self._may_all_fail:
-            first = self._held[0]
+        held = self._finished.held
+        if len(held) >= ALL_FAILED_MIN and not elsewhere and not self._may_all_fail:
             raise AllGivenUp(
-                f"all {len(self._held)} groups were given up, e.g. {first.task_id}: {first.given_up}"
+                f"all {len(held)} groups were given up, e.g. {held[0].task_id}: {held[0].given_up}"
             )
-        while self._held:  # each once, also if `run` is called again
-            self._on_group(self._held.pop(0))
-        if self._given_up or self._failed:
-            done = self._finished + self._given_up
-            log.warning(
-                "%d of %d groups were given up, %d samples were lost (unfit, or without a reward)",
-                self._given_up,
-                done,
-                self._failed,
-            )
-        return max(0, needed - self._counted)
+        self._finished.hand_over(self._on_group, may_all_fail=True)
+        self._finished.say_losses()
+        return max(0, needed - self._finished.counted)
 
     def _take(self, group: Group) -> None:
         """Hand a group over, or hold it."""
         self._on_end()
         self._source.end(group)
-        self._finished += group.given_up is None
-        self._given_up += group.given_up is not None
-        self._failed += len(group.failed)
-        self._counted += self._counts(group)
-        self._held.append(group)
+        self._finished.add(group)
         if not self._holds:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Hand over what is held, unless all groups were given up so far."""
-        while self._finished and self._held:
-            self._on_group(self._held.pop(0))
+            self._finished.hand_over(self._on_group)
 
 
-class _InFlight(NamedTuple):
-    """A group that is being made: its slot, its worker, and the time of the event loop when it was begun."""
-
-    slot: Slot
-    worker: asyncio.Task[None]
-    begun_s: float
-
-
-class _Place:
-    """A place in the engine: taken from a semaphore by `async with`, and left once, at its end or before."""
-
-    busy_s = 0.0
-    """Seconds from `begin` until it was left."""
-
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places = places
-        self._is_taken = False
-        self._begun_s = math.inf
-
-    async def __aenter__(self) -> Self:
-        await self._places.acquire()
-        self._is_taken = True
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.leave()
-
-    def begin(self) -> None:
-        """Begin to use it."""
-        self._begun_s = asyncio.get_running_loop().time()
-
-    def leave(self) -> None:
-        """Let another group have it."""
-        if self._is_taken:
-            self._is_taken = False
-            self.busy_s = asyncio.get_running_loop().time() - self._begun_s
-            self._places.release()
+async def _still_running(workers: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Wait a moment, and return the workers that have not ended. Raises what one of them has raised."""
+    if not workers:
+        await asyncio.sleep(_STOP_POLL_S)
+        return workers
+    done, pending = await asyncio.wait(workers, timeout=_STOP_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+    for worker in done:
+        worker.result()
+    return pending

@@ -17,8 +17,8 @@ from rollout.environments.policy import Policy
 from rollout.environments.segments import Segment, advance
 from rollout.environments.self_teacher import OfTask, SelfTeacher
 from rollout.origin import Sampling
-from rollout.rewards.builtin import Reward, RewardError, score
 from rollout.rewards.endpoint import EndpointError
+from rollout.rewards.reward import Reward, RewardError, score
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

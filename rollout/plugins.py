@@ -1,8 +1,7 @@
-"""Load the user's functions, named as `module:function` or `file.py:function`, and know their source."""
+"""Load the user's functions, named as `module:function` or `file.py:function`, and know how to call them."""
 
 import difflib
 import functools
-import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -12,21 +11,17 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rollout.origin import Code
+from rollout.module_search import hidden_file, search_here, search_path, searching, working_directory
 
 SUFFIX = ".py"
-PACKAGES = ("rollout", "trainer", "coordinator")
-"""Ours. The current directory may have files of these names."""
 _IMPORTING = (__file__, importlib.__file__)
 _MOST_NAMED = 8
 """So many functions of a module are named to somebody who has named none of them."""
-_searched: list[str] = []
-"""Where this process searched for modules before it loaded code of the user's."""
 
 
 class PluginError(ValueError):
@@ -45,17 +40,19 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     file = Path(module_name).absolute() if module_name.endswith(SUFFIX) else None
     module_name = module_of(name)
     search_here()
-    if (file is None or str(file.parent) == _here()) and (hidden := hidden_file(module_name)):
+    if (file is None or str(file.parent) == working_directory()) and (hidden := hidden_file(module_name)):
         raise PluginError(hidden)
     try:
-        with _before_here(file.parent) if file else nullcontext():
+        with searching(file.parent) if file else nullcontext():
             module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything when it is imported
         sys.path = search_path()
         if file and not file.is_file():
             raise PluginError(f"{file}: no such file") from error
         error_text = " ".join(str(error).split())
-        searched = f"looked for in {_here() or 'no directory'}, on PYTHONPATH and in what is installed"
+        searched = (
+            f"looked for in {working_directory() or 'no directory'}, on PYTHONPATH and in what is installed"
+        )
         # The module that lacks a name: of `from queue import Tasks`, of `import queue; queue.Tasks`
         lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
         lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
@@ -94,23 +91,6 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
             f"class {name!r} cannot be made without arguments: {type(error).__name__}: {error_text}; make an "
             f"object of it in {module_name}, and name that"
         ) from error
-
-
-@contextmanager
-def _before_here(directory: Path) -> Iterator[None]:
-    """Have imports search a directory right before the current one, and later behind it. Do nothing where
-    they search it earlier.
-    """
-    here, place = _here(), str(directory)
-    index = sys.path.index(here) if here in sys.path else len(sys.path)
-    if place in sys.path[: index + 1]:
-        yield
-        return
-    sys.path.insert(index, place)
-    try:
-        yield
-    finally:
-        sys.path = [path for path in search_path() if path != place] + [place]
 
 
 def _named_like(typed: str, module: Any) -> str:
@@ -152,83 +132,6 @@ def title_of(name: str) -> str:
     return f"{Path(file).name}:{function}" if sign and file.endswith(SUFFIX) else name
 
 
-def search_here() -> None:
-    """Have imports search the current directory, behind everything else: a file there may well be named like
-    one of our packages, of the standard library, or of what is installed.
-    """
-    sys.path = search_path()
-    for package in PACKAGES:  # what finds an editable installation of them is asked after all of sys.path
-        with suppress(ImportError):
-            importlib.import_module(package)
-    if (here := _here()) and here not in sys.path:
-        sys.path.append(here)
-    if not _searched:
-        _searched.extend(sys.path)
-
-
-def _here() -> str:
-    """Return the current directory; empty if it was removed, which user code may have gone to."""
-    with suppress(FileNotFoundError):
-        return os.getcwd()
-    return ""
-
-
-def search_path() -> list[str]:
-    """Return where imports search: where they do now, and last where they did before the user's code was
-    loaded, which may have taken that away, or put there what is no path.
-    """
-    now: Any = sys.path
-    paths = [path for path in now if isinstance(path, str)] if isinstance(now, list) else list[str]()
-    return list(dict.fromkeys([*paths, *_searched]))
-
-
-def keep_process() -> None:
-    """Keep code of the user's from taking what this program needs in the same process: calls that are as deep
-    as before, and files that others can read.
-    """
-    least, limit = sys.getrecursionlimit(), sys.setrecursionlimit
-    sys.setrecursionlimit = lambda new, /: limit(max(new, least))
-    mask = os.umask(0o077)
-    os.umask(mask)
-    os.umask = lambda _new, /: mask
-
-
-def hidden_file(module_name: str) -> str:
-    """Say that imports of a module miss its file in the current directory, and what to do; an empty text if
-    they find it, or one that is equal, or if there is none.
-    """
-    if not module_name:
-        return ""
-    top, *inner = module_name.split(".")
-    spec = None
-    with suppress(ValueError, ImportError):
-        spec = importlib.util.find_spec(top)
-    file = _source_file(Path(top), inner)
-    if file is None or spec is None:
-        return ""
-    places = spec.submodule_search_locations or [str(spec.origin).removesuffix(".py")]
-    for other in filter(None, (_source_file(Path(place), inner) for place in places)):
-        if other.samefile(file) or other.read_bytes() == file.read_bytes():
-            return ""
-    kind = "Flagpost's own package" if top in PACKAGES else "Python's own module"
-    kind = kind if top in {*PACKAGES, *sys.stdlib_module_names} else f"the installed module at {places[0]}, "
-    path = file.absolute()
-    return f"{path} is hidden by {kind} {top!r}, which imports find first; give your file another name"
-
-
-def is_installed(library: str) -> bool:
-    """Return whether a library can be imported: a folder of that name in the current directory is none."""
-    spec = importlib.util.find_spec(library)
-    return spec is not None and spec.origin is not None
-
-
-def _source_file(top: Path, inner: Sequence[str]) -> Path | None:
-    """Return the file of a module in the package, or the module, at `top`; None if there is none."""
-    module = top.joinpath(*inner)
-    files = (module / "__init__.py", module.with_name(f"{module.name}.py"))
-    return next((file for file in files if file.is_file()), None)
-
-
 def check_call(function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Raise PluginError if `function` certainly cannot be called with positional arguments of these names,
     or yields where it should return. What cannot be known passes.
@@ -256,7 +159,7 @@ def may_be_async(function: Callable[..., Any]) -> bool:
     """Return whether `function`, or one that it wraps, is async, or may be: it takes `*args`, as wrappers do,
     or is written in C.
     """
-    codes = [(layer, getattr(_called(layer), "__code__", None)) for layer in _layers(function)]
+    codes = [(layer, getattr(_called(layer), "__code__", None)) for layer in layers(function)]
     return any(code is None or code.co_flags & inspect.CO_VARARGS or is_async(layer) for layer, code in codes)
 
 
@@ -265,7 +168,7 @@ def _called(function: Any) -> Any:
     return function if inspect.isroutine(function) else type(function).__call__
 
 
-def _layers(function: Any) -> Iterator[Any]:
+def layers(function: Any) -> Iterator[Any]:
     """Yield the function and those that it wraps, the innermost last; a `partial` is none of them."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
@@ -275,114 +178,3 @@ def _layers(function: Any) -> Iterator[Any]:
             continue
         yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def code_of(name: str, function: Any) -> Code:
-    """Return the Code behind the name of a reward or an environment, which is loaded.
-
-    The digest is of the file of the module that `name` names, of the file that defines the function (maybe
-    another one), of the version of the library that a built-in reward asks (`function.library`), and of what
-    else the function says is behind it (`function.behind`). It is the same on every machine that has the same
-    files. Modules that these files import are not covered.
-    """
-    texts = [_source(module) for module in _modules(name, function)]
-    digests = [hashlib.sha256(text).hexdigest() if text else "" for text in texts]
-    innermost = _innermost(function)
-    version = _version(getattr(innermost, "library", ""))
-    behind = str(getattr(innermost, "behind", ""))
-    return Code(name, hashlib.sha256("".join([*digests, version, behind]).encode()).hexdigest()[:16])
-
-
-def package_code(module: str) -> str:
-    """Return a digest of the Python files of a module or a package, and of the version that it is installed
-    as. Imports nothing.
-    """
-    spec = importlib.util.find_spec(module)
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    files = [(file, file.relative_to(place)) for place in places for file in sorted(place.rglob("*.py"))]
-    if spec and not places and spec.origin:
-        files = [(Path(spec.origin), Path(module))]
-    digest = hashlib.sha256()
-    for file, name in files:
-        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    for library in importlib.metadata.packages_distributions().get(module, ()):
-        digest.update(f"{library} {_version(library)}\n".encode())
-    return digest.hexdigest()
-
-
-def sources(name: str, function: Any) -> dict[str, tuple[str, str]]:
-    """Return path and text of the files that `code_of` covers, by module, for another process."""
-    texts: dict[str, tuple[str, str]] = {}
-    for module in _modules(name, function):
-        path = getattr(sys.modules.get(module), "__file__", None)
-        with suppress(UnicodeDecodeError):  # no source, or one in an old encoding: the file has to do
-            if path and path.endswith(".py") and (text := _source(module).decode()):
-                texts[module] = path, text
-    return texts
-
-
-def load_as_it_was(loaded: Mapping[str, tuple[str, str]]) -> None:
-    """Have this process import modules from what `sources` has returned in another one: their files may have
-    changed since, and an iteration's samples must be scored by the code that its digest names.
-    """
-    if loaded:
-        sys.meta_path.insert(0, _AsItWas(loaded))
-
-
-class _AsItWas(importlib.abc.MetaPathFinder):
-    def __init__(self, loaded: Mapping[str, tuple[str, str]]) -> None:
-        self._loaded = loaded
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname not in self._loaded:
-            return None
-        file, text = self._loaded[fullname]
-        is_package = [str(Path(file).parent)] if Path(file).name == "__init__.py" else None
-        loader = _FromText(fullname, file, text.encode())
-        return importlib.util.spec_from_file_location(
-            fullname, file, loader=loader, submodule_search_locations=is_package
-        )
-
-
-class _FromText(importlib.machinery.SourceFileLoader):
-    """Loads a module from a text; there is no bytecode of it."""
-
-    def __init__(self, fullname: str, path: str, text: bytes) -> None:
-        super().__init__(fullname, path)
-        self.text = text
-
-    def get_data(self, path: str) -> bytes:
-        return self.text if path == self.path else super().get_data(path)
-
-    def path_stats(self, path: Any) -> Any:
-        raise OSError("it is not the file that is loaded")
-
-
-def _modules(name: str, function: Any) -> list[str]:
-    """Return the modules that `name` and the function's definition name."""
-    named = {module_of(name)} if ":" in name else set[str]()
-    return sorted({*named, getattr(_innermost(function), "__module__", None) or ""})
-
-
-def _innermost(function: Any) -> Any:
-    *_, innermost = _layers(function)
-    return innermost
-
-
-@functools.cache  # the file may change while the process lives, but not what it has loaded
-def _source(module: str) -> bytes:
-    """Return the content of a loaded module's file; empty for a module that has none."""
-    loaded = sys.modules.get(module)
-    loader = getattr(getattr(loaded, "__spec__", None), "loader", None)
-    if isinstance(loader, _FromText):
-        return loader.text
-    path = getattr(loaded, "__file__", None)
-    with suppress(OSError):
-        return Path(path).read_bytes() if path else b""
-    return b""
-
-
-def _version(library: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(library) if library else ""
-    return ""

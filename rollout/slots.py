@@ -1,10 +1,11 @@
 """Slots, each of which becomes a group, and where a collector takes them from."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from rollout.environments.policy import opening, turns_of
+from rollout.environments.turns import opening, turns_of
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample, Turn
 
@@ -56,25 +57,12 @@ class Slot:
                 sample.turns = []
 
 
-@dataclass
-class Meter:
-    """How fast a collector makes groups."""
+class InFlight(NamedTuple):
+    """A group that is being made: its slot, its worker, and the time of the event loop when it was begun."""
 
-    width: int
-    """How many groups it may have in flight at once."""
-    seconds: dict[int, float] = field(default_factory=dict[int, float])
-    """By slot: how long each group that was made was in flight."""
-
-    def add(self, group: Group, seconds: float) -> None:
-        """Take in a group that was in flight for so long."""
-        if group.given_up is None:
-            self.seconds[group.slot] = seconds
-
-    def pace(self, costs: Mapping[int, float]) -> float | None:
-        """Cost a second of one group, by the costs of slots; None while nothing is known."""
-        known = self.seconds.keys() & costs.keys()
-        busy_s = sum(self.seconds[slot] for slot in known)
-        return sum(costs[slot] for slot in known) / busy_s if busy_s > 0 else None
+    slot: Slot
+    worker: asyncio.Task[None]
+    begun_s: float
 
 
 class Source(Protocol):

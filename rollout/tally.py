@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 
+log = logging.getLogger(__name__)
+
 MOST_KINDS = 8
 """So many kinds are told apart between two counts; what is of a further kind is counted as `others`."""
 MOST_CHARACTERS = 300
@@ -13,6 +15,8 @@ MOST_CHARACTERS = 300
 
 # What differs between two messages of one kind: numbers, and what a task or a model has said.
 _DETAIL = re.compile(r"""'[^'\n]*'|"[^"\n]*"|\d+(?:\.\d+)?""")
+_warned: set[str] = set()
+"""Kinds of warnings that this process has logged once."""
 
 
 @dataclass
@@ -66,3 +70,10 @@ def _users_traceback(
     while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("rollout."):
         frame = frame.tb_next
     return (type(error), error, frame) if frame or getattr(error, "__notes__", None) else None
+
+
+def warn_once(kind: str, message: str) -> None:
+    """Log a warning once per kind and process: environments run thousands of times."""
+    if kind not in _warned:
+        _warned.add(kind)
+        log.warning("%s (said once)", message)

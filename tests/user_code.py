@@ -2,11 +2,11 @@
 
 import pytest
 
-from rollout import plugins
+from rollout import loaded_code, module_search
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have modules of the user's found, read and run by new processes, whatever earlier tests have loaded."""
-    monkeypatch.setattr(plugins, "_searched", list[str]())
+    monkeypatch.setattr(module_search, "_searched", list[str]())
     monkeypatch.setattr("rollout.processes.killable_rewards._pools", {})
-    plugins._source.cache_clear()
+    loaded_code._source.cache_clear()

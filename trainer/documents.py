@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 from trainer.settings import TrainerSettings
 
 RESULT = "result.json"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollout.settings import Mark, Settings, nested
+from rollout.settings_tree import Mark, Settings, nested
 from trainer.algorithms import PRESETS
 
 CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"

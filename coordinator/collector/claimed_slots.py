@@ -8,7 +8,8 @@ from typing import Any
 from coordinator.collector.guest_chunks import Contribution, FromGuests, GuestChunks, OwnChunks
 from coordinator.directory.claims import Claims
 from coordinator.protocol.chunks import Chunk, Chunks, Standing, choose
-from rollout.slots import Meter, Slot
+from rollout.engine_places import Meter
+from rollout.slots import Slot
 from rollout.trajectory import Group
 
 FIRST_PAUSE_S = 0.02

@@ -15,8 +15,8 @@ from coordinator.directory.layout import GUESTS
 from coordinator.directory.parts import Written, first_finished, read_parts
 from coordinator.protocol.chunks import Chunk
 from coordinator.protocol.liveness import Stopwatch
+from rollout.engine_places import Meter
 from rollout.origin import Origin
-from rollout.slots import Meter
 from rollout.trajectory import Group
 
 Counts = Callable[[Group], bool]

@@ -26,7 +26,7 @@ from coordinator.machine.oddities import explained
 from coordinator.protocol.liveness import Stopwatch
 from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
-from rollout.processes.pool import LINES_A_SECOND
+from rollout.processes.killable_process import LINES_A_SECOND
 from rollout.storage.retry import SharedFsError
 from trainer.job.doorbell import Doorbell
 

@@ -21,8 +21,8 @@ from rollout.environments.environment import (
     single_turn,
 )
 from rollout.group_maker import Recipe
-from rollout.plugins import load_as_it_was
-from rollout.rewards.builtin import resolve_reward
+from rollout.loaded_code import load_as_it_was
+from rollout.rewards.resolve import resolve_reward
 from rollout.tally import Tally
 
 

@@ -20,7 +20,7 @@ from rollout.engines.answers import EngineError, EngineFacts
 from rollout.environments.segments import Segment
 from rollout.origin import Origin, Sampling
 from rollout.quota import Quota
-from rollout.rewards.builtin import RewardError
+from rollout.rewards.reward import RewardError
 from rollout.settings import RolloutSettings
 from rollout.storage.retry import SharedFsError
 

@@ -40,7 +40,7 @@ from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Collector, Stopped
 from rollout.engines.answers import EngineError
-from rollout.plugins import keep_process
+from rollout.module_search import keep_process
 from rollout.slots import Listed, Slot, Source
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally

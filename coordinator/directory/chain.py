@@ -14,7 +14,7 @@ from coordinator.directory import manifests, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from rollout.engines.model_dir import policy_digest
-from rollout.storage import files
+from rollout.storage import files, hashing
 from trainer.documents import PROOF, RESULT, TrainResult
 
 
@@ -118,7 +118,7 @@ def _batch(
         )
     batch = directory / "batch.safetensors"
     if batch.name in published.names(directory):
-        digest = files.file_facts(batch)["sha256"]
+        digest = hashing.file_facts(batch)["sha256"]
         if digest != result.batch_sha256:
             yield _differs(batch, digest, "the checkpoint", result.batch_sha256)
     path = run_dir.manifest("train", number)

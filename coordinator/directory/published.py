@@ -15,8 +15,8 @@ from coordinator.directory.layout import Kind, RunDir
 from coordinator.directory.metrics_file import MetricsFile
 from rollout.engines.model_dir import is_model_file
 from rollout.environment_variables import cores
-from rollout.storage import files
-from rollout.storage.files import Moved, unheard
+from rollout.storage import files, hashing
+from rollout.storage.hashing import Moved, unheard
 from trainer.documents import RESULT, STATE_DIR, DamagedDocument, TrainResult
 
 VERIFIED = ".verified.json"
@@ -147,7 +147,7 @@ def verify_checkpoint(
 
     def verify(name: str) -> bool:
         try:
-            return files.file_facts(directory / name, moved) == result.files[name]
+            return hashing.file_facts(directory / name, moved) == result.files[name]
         except FileNotFoundError:
             return False
 
@@ -215,7 +215,7 @@ def _stats(directory: Path, result: TrainResult) -> dict[str, list[int]]:
         if folder not in folders:
             folders[folder] = names(path.parent) if folder.partition("/")[0] in folders[""] else []
         if path.name in folders[folder]:
-            stats[name] = list(files.size_and_mtime(path))
+            stats[name] = list(hashing.size_and_mtime(path))
     return stats
 
 

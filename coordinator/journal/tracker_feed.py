@@ -17,7 +17,7 @@ from coordinator.journal import sample_tables
 from coordinator.journal.tracker_kinds import About, MLflow, Sink, TensorBoard, Trackio, WandB
 from coordinator.settings.metrics import MetricsSettings, SinkName
 from coordinator.settings.tree import SettingsError
-from rollout.plugins import is_installed
+from rollout.module_search import is_installed
 
 log = logging.getLogger(__name__)
 

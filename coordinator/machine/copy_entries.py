@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.storage.files import Moved
+from rollout.storage.hashing import Moved
 
 UNUSED = 2
 """Copies that stay although no process uses them: the next start of a run needs them."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from coordinator.directory.published import Incomplete
 from coordinator.machine.copy_entries import COPY, PART, StoreError, make_room
-from rollout.storage import delta, files
-from rollout.storage.files import FileFacts, Moved, SharedFsError
+from rollout.storage import delta, files, hashing
+from rollout.storage.files import SharedFsError
+from rollout.storage.hashing import FileFacts, Moved
 from rollout.storage.writer import Sink, copy_of
 
 log = logging.getLogger(__name__)
@@ -94,12 +95,12 @@ def _rebuild(order: Copying, target: Path, name: str) -> bool:
     """
     change, before = order.source / delta.delta_name(name), order.before[name]
     try:
-        if not files.exists(change) and files.file_facts(before, order.moved) == order.files[name]:
+        if not files.exists(change) and hashing.file_facts(before, order.moved) == order.files[name]:
             os.link(before, target / name)
             return True
         with open(before, "rb") as old, open(target / name, "wb") as file:
             sink = Sink(file, order.moved)
-            delta.apply(old, files.pieces(change), sink.write)
+            delta.apply(old, hashing.pieces(change), sink.write)
         problem = "that comes to another checksum" if sink.facts != order.files[name] else ""
     except (OSError, delta.DamagedDelta) as error:
         problem = str(error)

@@ -16,7 +16,7 @@ from coordinator.machine.copying import Copying
 from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
-from rollout.storage.files import FileFacts, Moved
+from rollout.storage.hashing import FileFacts, Moved
 from rollout.storage.writer import THREADS
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from coordinator.machine.oddities import explained
 from coordinator.protocol.exits import TrainerFailed
 from coordinator.protocol.liveness import Stopwatch
 from rollout.storage import files
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 from rollout.storage.retry import WAITING
 from trainer.documents import TrainRequest
 from trainer.job import launch

@@ -49,7 +49,7 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import difference
 from coordinator.start.start import Start
 from rollout.storage import files
-from rollout.storage.files import Moved
+from rollout.storage.hashing import Moved
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from coordinator.start.inputs import base_model_dir
 from rollout.engines.model_dir import FROZEN, model_files, policy_digest
 from rollout.storage import known_files
 from rollout.storage.delta import delta_name
-from rollout.storage.files import FileFacts, Moved, unheard
+from rollout.storage.hashing import FileFacts, Moved, unheard
 from rollout.storage.writer import THREADS
 from trainer.documents import TrainResult
 

@@ -17,8 +17,8 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import Phase
 from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
-from rollout.rewards.builtin import weights_by_title
-from rollout.settings import Mark, marked
+from rollout.rewards.resolve import weights_by_title
+from rollout.settings_tree import Mark, marked
 from rollout.storage import files, once
 from rollout.tasks.task_set import TaskSet, group_seed
 from trainer.batch.batch import Batch, DamagedBatch

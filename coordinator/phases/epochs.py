@@ -28,7 +28,7 @@ from coordinator.settings.tree import SettingsError
 from rollout.collect import AllGivenUp
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError
-from rollout.rewards.builtin import RewardError
+from rollout.rewards.reward import RewardError
 from rollout.storage.files import SharedFsError
 from rollout.storage.retry import FULL
 

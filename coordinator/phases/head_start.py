@@ -25,7 +25,7 @@ from coordinator.phases import collecting, rollout, rollout_steps
 from coordinator.protocol.phase import Phase
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import WeightsError, policy_digest
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from coordinator.settings.groups import Groups, GroupSettings, refuse_misfits
 from coordinator.settings.placement import parse_place
-from rollout.settings import Mark, Settings, nested
+from rollout.settings_tree import Mark, Settings, nested
 
 BEATS_PER_S = 50.0
 """How many heartbeats a second all nodes together write, unless they must beat more often to be believed."""

@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field
 
 from coordinator.settings.number_ranges import parse_ranges
 from rollout.engines.kinds.choice import VARIABLES
-from rollout.settings import NAME, Settings
+from rollout.settings import NAME
+from rollout.settings_tree import Settings
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN = """

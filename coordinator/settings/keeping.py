@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rollout.settings import Settings
+from rollout.settings_tree import Settings
 
 
 class CheckpointSettings(Settings):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rollout.settings import Settings
+from rollout.settings_tree import Settings
 
 SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 

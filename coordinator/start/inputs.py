@@ -27,9 +27,11 @@ from rollout.environments.demonstration import check_demonstrations
 from rollout.environments.labelled import check_labels
 from rollout.environments.preference import check_preferences
 from rollout.origin import Code
-from rollout.settings import TINY, Mark, marked
+from rollout.settings import TINY
+from rollout.settings_tree import Mark, marked
 from rollout.storage import files, known_files
-from rollout.storage.files import FileFacts, is_directory
+from rollout.storage.files import is_directory
+from rollout.storage.hashing import FileFacts
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 from trainer.memory import Shape

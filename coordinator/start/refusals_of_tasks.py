@@ -25,7 +25,7 @@ from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
 from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
-from rollout.rewards.builtin import check_task
+from rollout.rewards.resolve import check_task
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import SHAPES, TaskError, TaskSet

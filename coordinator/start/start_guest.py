@@ -20,7 +20,7 @@ from coordinator.start.request import StartRequest
 from coordinator.start.run_json import fixed_of, read_run_json, refuse_changes
 from coordinator.start.start import Start, absolute, begin
 from coordinator.start.wait_for_master import await_master
-from rollout.settings import Mark, marked
+from rollout.settings_tree import Mark, marked
 from rollout.storage import files, once
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from coordinator.settings.tree import SettingsError
 from rollout.environments.environment import EnvironmentSettingError, demonstrates, resolve_environment
+from rollout.loaded_code import code_of, load_as_it_was, sources
 from rollout.origin import Code
-from rollout.plugins import code_of, load_as_it_was, sources
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
-from rollout.rewards.builtin import RewardSettingError, resolve_reward
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
+from rollout.rewards.resolve import RewardSettingError, resolve_reward
 
 log = logging.getLogger(__name__)
 

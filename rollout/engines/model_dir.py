@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollout.storage import files
-from rollout.storage.files import FileFacts
+from rollout.storage import files, hashing
+from rollout.storage.hashing import FileFacts
 from rollout.storage.retry import retry
 
 _ITEM_BITS = {
@@ -88,7 +88,7 @@ def _companions(root: Path, folder: str) -> list[str]:
         for name in names
         if is_model_file(name)
         and not name.endswith((".safetensors", ".index.json"))
-        and files.size_and_mtime(root / folder / name)[0] <= SMALL_BYTES
+        and hashing.size_and_mtime(root / folder / name)[0] <= SMALL_BYTES
     ]
     for below in files.folder_names(root / folder):
         if not below.startswith((".", "__")) and below != ORIGINAL:

@@ -4,7 +4,8 @@ import asyncio
 import re
 from fractions import Fraction
 
-from rollout.environments.policy import Episode, Policy, Prompt, opening
+from rollout.environments.policy import Episode, Policy
+from rollout.environments.turns import Prompt, opening
 from rollout.origin import Sampling
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample

@@ -11,9 +11,10 @@ from itertools import takewhile
 
 import numpy as np
 
-from rollout.environments.policy import Policy, warn_once
+from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
+from rollout.tally import warn_once
 from rollout.tasks.fields import name_of_answer
 from rollout.tasks.messages import ANSWER, Message, same_beginning, without_answer
 from rollout.tasks.task_set import Task, TaskError, TaskSet

@@ -10,11 +10,12 @@ from rollout.environments.calculator import calculator
 from rollout.environments.demonstration import demonstration
 from rollout.environments.labelled import labelled
 from rollout.environments.openenv import OpenEnv
-from rollout.environments.policy import Policy, opening, sample_of
+from rollout.environments.policy import Policy
 from rollout.environments.preference import preference
 from rollout.environments.python_tool import LIMITS, python
 from rollout.environments.text_gym import TextGym
 from rollout.environments.thinking import think_and_answer
+from rollout.environments.turns import opening, sample_of
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.origin import Sampling
 from rollout.plugins import PluginError, check_call, load_function, may_be_async

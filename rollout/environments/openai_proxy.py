@@ -22,8 +22,9 @@ from rollout.environments.openai_chat import (
     check_chat,
     reply_of,
 )
-from rollout.environments.policy import Episode, Policy, warn_once
+from rollout.environments.policy import Episode, Policy
 from rollout.environments.tool_calls import Tool
+from rollout.tally import warn_once
 from rollout.tasks.messages import Message, checked_message
 from rollout.trajectory import Sample
 

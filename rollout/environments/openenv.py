@@ -11,9 +11,10 @@ import json
 
 from rollout.engines.answers import RequestRefused
 from rollout.environments.outside import lost
-from rollout.environments.policy import Episode, Policy, warn_once
+from rollout.environments.policy import Episode, Policy
 from rollout.environments.text_gym import MOST_TURNS
 from rollout.origin import Sampling
+from rollout.tally import warn_once
 from rollout.tasks.openenv import SOURCE, content_of, rotated, schema_at, urls_of
 from rollout.tasks.openenv_client import ServerFault, Session
 from rollout.tasks.parameters import parse

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rollout.environments.policy import Policy
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
 from rollout.trajectory import Sample
 
 LONGEST_S = 7 * 86400.0

@@ -2,16 +2,10 @@
 
 import asyncio
 import hashlib
-import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-from typing_extensions import TypeIs
 
 from rollout.counter_rng import later
 from rollout.engines.answers import ContextFull, ExpansionChanged, RequestRefused
@@ -19,20 +13,14 @@ from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion, asked_ids
 from rollout.environments.chat import ChatTemplate
 from rollout.environments.tool_calls import Tool
+from rollout.environments.turns import Messages, Prompt, is_chat, sample_of, turns_of
 from rollout.origin import Sampling
-from rollout.pictures import pictures_in, shown_text
-from rollout.tasks.messages import Message, checked_tools, has_unnamed, with_digests, without_answer
+from rollout.pictures import pictures_in
+from rollout.tally import warn_once
+from rollout.tasks.messages import checked_tools, has_unnamed, with_digests
 from rollout.tasks.pictures import publish_picture
 from rollout.tasks.task_set import Task, TaskError
-from rollout.trajectory import Picture, Sample, Turn
-
-log = logging.getLogger(__name__)
-
-_warned: set[str] = set()
-
-Messages = Sequence[Message]
-Prompt = str | Sequence[int] | Messages
-"""Text, token ids, or chat messages."""
+from rollout.trajectory import Picture, Sample
 
 
 class Policy:
@@ -131,11 +119,11 @@ class Policy:
             stop=tuple(dict.fromkeys([*self.sampling.stop, *stop])),
             more=more or {},
         )
-        if _is_chat(prompt):
+        if is_chat(prompt):
             prompt = await self.with_pictures(prompt)
-        tokens_or_text = await self._template.prompt(prompt) if _is_chat(prompt) else prompt
+        tokens_or_text = await self._template.prompt(prompt) if is_chat(prompt) else prompt
         turns = turns_of(prompt)  # now: an environment may go on with the same list
-        shown = pictures_in(prompt) if _is_chat(prompt) else pictures
+        shown = pictures_in(prompt) if is_chat(prompt) else pictures
         pictured: dict[str, Any] = {"pictures": shown} if shown else {}
         completions = await self._client.generate(tokens_or_text, sampling, **pictured)
         return [
@@ -161,13 +149,13 @@ class Policy:
         """Token ids of a text that continues another one (without special tokens), or of messages that begin
         a conversation.
         """
-        if _is_chat(text):
+        if is_chat(text):
             return await self._template.prompt(text, answers=False)
         return await self._client.tokenize(text)
 
     async def tokenize_whole(self, text: str | Messages) -> list[int]:
         """Token ids of a text with its special tokens, or of messages without a generation prompt."""
-        if _is_chat(text):
+        if is_chat(text):
             return await self._template.whole(text)
         return await self._client.tokenize_whole(text)
 
@@ -202,7 +190,7 @@ class Policy:
 
     async def continuation(self, new: Prompt, after: Completion) -> list[int]:
         """Token ids to append after a completion; see Episode.generate."""
-        if _is_chat(new):
+        if is_chat(new):
             return await self._template.continuation(new, after)
         return await self._client.tokenize(new) if isinstance(new, str) else list(new)
 
@@ -265,7 +253,7 @@ class Episode:
         else:
             last = self.turns[-1]
             pictures = [picture.digest for picture in last.pictures]
-            if _is_chat(new):
+            if is_chat(new):
                 new = await self._policy.with_pictures(new)
                 pictures += pictures_in(new)
             limit, turns = left if max_tokens is None else min(max_tokens, left), turns_of(new)
@@ -302,91 +290,6 @@ class Episode:
 
     def _out_of_room(self) -> Completion:
         return Completion(self.token_ids, [], [], "", "length", pictures=self.turns[-1].pictures)
-
-
-def sample_of(*turns: Completion) -> Sample:
-    """Return the sample of one completion, or of several turns. The prompt of a turn is prompt and completion
-    of the turn before, then an observation. Observations get loss mask 0. The text is the last turn's. Raises
-    ValueError if a prompt does not continue the turn before, i.e. if text was tokenised again, or if a turn
-    has not a logprob for each token. With tools, the metric `unread_calls` counts what could not be read.
-    """
-    last = turns[-1]
-    unread = [turn.unread_calls for turn in turns if turn.unread_calls is not None]
-    token_ids = last.prompt_ids + last.token_ids
-    loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-    logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    for number, turn in enumerate(turns):
-        begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
-        if token_ids[:end] != turn.prompt_ids + turn.token_ids:
-            raise ValueError(
-                f"turn {number} is not continued by the prompt of the last: append token ids, not text"
-            )
-        if len(turn.token_ids) != len(turn.logprobs):
-            raise ValueError(f"a turn has {len(turn.token_ids)} token ids, but {len(turn.logprobs)} logprobs")
-        loss_mask[begin:end] = 1
-        logprobs[begin:end] = turn.logprobs
-    return Sample(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        text=last.text,
-        metrics={"unread_calls": float(sum(unread))} if unread else {},
-        turns=[shown for turn in turns for shown in (*turn.turns_before, _generated(turn))],
-        pictures=[*last.pictures],
-        routes=_routes(turns, len(token_ids)),
-    )
-
-
-def _routes(turns: Sequence[Completion], tokens: int) -> NDArray[np.int16] | None:
-    """(tokens, ...) routes of each token by the turn that has read it first; None if no turn has any."""
-    whole, known = None, 0
-    for routes in (turn.routes for turn in turns if turn.routes is not None):
-        whole = np.full((tokens, routes.shape[1]), -1, np.int16) if whole is None else whole
-        whole[known : len(routes)] = routes[known:]
-        known = len(routes)
-    return whole
-
-
-def opening(task: Task) -> str | list[Message]:
-    """Return the beginning of a task's conversation: its prompt, or its messages, without an answer at the
-    end of them.
-    """
-    return task["prompt"] if "prompt" in task else without_answer(task)["messages"]
-
-
-def turns_of(prompt: Prompt) -> list[Turn]:
-    """Return the turns of a prompt, for people to read."""
-    if isinstance(prompt, str):
-        return [Turn("environment", prompt)] if prompt else []
-    if _is_chat(prompt):
-        return [Turn(str(message.get("role")), _content(message)) for message in prompt]
-    return [Turn("environment", f"[{len(prompt)} token ids]")] if prompt else []
-
-
-def _generated(turn: Completion) -> Turn:
-    begin = len(turn.prompt_ids)
-    end = begin + len(turn.token_ids)
-    return Turn("assistant", turn.text + turn.stop_string, begin, end, turn.finish_reason)
-
-
-def _content(message: Message) -> str:
-    """Return the text of a message, with its other fields (e.g. `tool_calls`) as JSON."""
-    more = {name: value for name, value in message.items() if name not in ("role", "content") and value}
-    content = message.get("content") or ""
-    text = shown_text(content) if isinstance(content, str) or pictures_in([message]) else json.dumps(content)
-    return "\n".join(filter(None, [text, json.dumps(more) if more else ""]))
-
-
-def warn_once(kind: str, message: str) -> None:
-    """Log a warning once per kind and process: environments run thousands of times."""
-    if kind not in _warned:
-        _warned.add(kind)
-        log.warning("%s (said once)", message)
-
-
-def _is_chat(prompt: Prompt) -> TypeIs[Messages]:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def _hashed_seed(text: str) -> int:

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollout.environment_variables import cores
-from rollout.environments.policy import Episode, Policy, opening
+from rollout.environments.policy import Episode, Policy
 from rollout.environments.tool_calls import Tool
+from rollout.environments.turns import opening
 from rollout.origin import Sampling
 from rollout.sandbox.run import Limits, Outcome, run
 from rollout.tasks.task_set import Task, TaskError

@@ -11,8 +11,10 @@ import numpy as np
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.completion import Completion, whole_characters
-from rollout.environments.policy import Policy, opening, sample_of, warn_once
+from rollout.environments.policy import Policy
+from rollout.environments.turns import opening, sample_of
 from rollout.origin import Sampling
+from rollout.tally import warn_once
 from rollout.tasks.task_set import Task
 from rollout.trajectory import UNFINISHED, Group, Sample, Span
 

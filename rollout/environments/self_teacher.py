@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.answers import RequestRefused
-from rollout.environments.policy import Policy, opening
+from rollout.environments.policy import Policy
+from rollout.environments.turns import opening
 from rollout.settings import SELF, RolloutSettings
 from rollout.tasks.messages import Message, same_beginning
 from rollout.tasks.task_set import Task, TaskError, TaskSet

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from rollout.engines.answers import RequestRefused
 from rollout.engines.special_tokens import SpecialTokens
 from rollout.environments.demonstration import SAID
-from rollout.environments.policy import Policy, opening
+from rollout.environments.policy import Policy
+from rollout.environments.turns import opening
 from rollout.tasks.messages import Message, same_beginning
 from rollout.tasks.task_set import Task, TaskSet
 

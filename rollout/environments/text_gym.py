@@ -16,8 +16,9 @@ from typing import Any
 from rollout.environment_variables import cores
 from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
+from rollout.loaded_code import load_as_it_was, package_code
 from rollout.origin import Sampling
-from rollout.plugins import load_as_it_was, module_of, package_code
+from rollout.plugins import module_of
 from rollout.processes.pool import ProcessPool
 from rollout.tasks.task_set import Task
 from rollout.tasks.text_gym import SOURCE, STEP_TIMEOUT, STEP_TIMEOUT_S, TextEnvironment, code_behind

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from rollout.environments.policy import Episode, Policy, Prompt
+from rollout.environments.policy import Episode, Policy
+from rollout.environments.turns import Prompt
 from rollout.origin import Sampling
 from rollout.trajectory import Sample
 

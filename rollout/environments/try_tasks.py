@@ -22,9 +22,10 @@ from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.chat import EXAMPLE_TOOL
 from rollout.environments.demonstration import check_vocabulary, demonstration
 from rollout.environments.labelled import labelled
-from rollout.environments.policy import Policy, opening
+from rollout.environments.policy import Policy
 from rollout.environments.preference import preference
 from rollout.environments.template_warnings import template_warnings
+from rollout.environments.turns import opening
 from rollout.origin import Sampling
 from rollout.tasks.messages import ANSWER
 from rollout.tasks.task_set import Task, TaskError, TaskSet

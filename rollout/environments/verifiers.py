@@ -13,8 +13,8 @@ from typing import Any
 from rollout.environment_variables import cores
 from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
+from rollout.loaded_code import package_code
 from rollout.origin import Sampling
-from rollout.plugins import package_code
 from rollout.processes.pool import ProcessPool
 from rollout.tasks.task_set import Task
 from rollout.tasks.verifiers import SOURCE, config_of, module_of, why_missing

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.environment_variables import cores
-from rollout.plugins import is_installed, load_as_it_was, load_function, sources
-from rollout.processes.pool import CallLost, DeadlinePassed, ProcessPool
+from rollout.loaded_code import load_as_it_was, sources
+from rollout.module_search import is_installed
+from rollout.plugins import load_function
+from rollout.processes.killable_process import CallLost, DeadlinePassed
+from rollout.processes.pool import ProcessPool
 from rollout.processes.reward_signatures import with_our_parameters
 
 log = logging.getLogger(__name__)

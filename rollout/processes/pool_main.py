@@ -53,7 +53,7 @@ def main(maker: str) -> None:
         if first["is_library"]:
             _restrict()
         else:
-            importlib.import_module("rollout.plugins").keep_process()
+            importlib.import_module("rollout.module_search").keep_process()
         answer(lambda: functions.append(_make(maker, first["parameters"])), [])
         for line in lines if functions else ():
             answer(functions[0], loads(line))
@@ -61,7 +61,7 @@ def main(maker: str) -> None:
 
 def _search(path: list[str]) -> None:
     """Search for modules where the node does: our packages come first, as for the node
-    (rollout.plugins.search_here).
+    (rollout.module_search.search_here).
     """
     sys.path[:] = [str(Path(__file__).parents[2]), *path]
     for package in ("rollout", "trainer", "coordinator"):

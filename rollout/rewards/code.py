@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rollout.processes.killable_process import CallFailed
 from rollout.processes.killable_rewards import SyncReward
-from rollout.processes.pool import CallFailed
 from rollout.rewards.parts import parameters_of
 from rollout.sandbox import peers
 from rollout.sandbox.run import Jail, Limits, run, why_no_sandbox

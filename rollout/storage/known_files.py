@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.storage import files
-from rollout.storage.files import FileFacts, Moved, unheard
+from rollout.storage import files, hashing
+from rollout.storage.hashing import FileFacts, Moved, unheard
 from rollout.storage.retry import retry
 
 SETTLED_S = 2.0
@@ -29,7 +29,7 @@ MOST = 4096
 
 def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     """Return the size and the sha256 of a file, read only if it is not known; `moved` as in
-    files.file_facts.
+    hashing.file_facts.
     """
     path = path.absolute()
     mark = _mark(path)
@@ -38,7 +38,7 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     if isinstance(known, dict) and known.get("mark") == mark:
         return {"sha256": known["sha256"], "bytes": known["bytes"]}
     began_s = time.time()
-    facts = files.file_facts(path, moved)
+    facts = hashing.file_facts(path, moved)
     if place and _mark(path) == mark and began_s - max(mark[-2:]) / 1e9 >= SETTLED_S:
         _remember(place, {"mark": mark, **facts})
     return facts
@@ -46,7 +46,7 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
 
 def checksums(directory: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """Return the size and sha256 of files; only files that are not known are read."""
-    return files.checksums(directory, file_facts, names)
+    return hashing.checksums(directory, file_facts, names)
 
 
 def remembered(mark: list[Any], find: Callable[[], Any]) -> Any:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from rollout.storage import files
-from rollout.storage.files import CHUNK_BYTES, FileFacts, Moved
+from rollout.storage import files, hashing
+from rollout.storage.hashing import CHUNK_BYTES, FileFacts, Moved
 from rollout.storage.once import NO_LINKS
 from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, SharedFsError, retry
 
@@ -82,7 +82,7 @@ class Writer:
         facts = writer.finish()
     """
 
-    def __init__(self, root: Path, moved: Moved = files.unheard, durable: bool = True) -> None:
+    def __init__(self, root: Path, moved: Moved = hashing.unheard, durable: bool = True) -> None:
         """Files are named by their paths below `root`. `moved`, called in any thread, gets the size of each
         piece that was written. Without `durable` nothing is synced.
         """
@@ -131,7 +131,7 @@ class Writer:
 
 
 def write(
-    path: Path, content: bytes | Produce, moved: Moved = files.unheard, durable: bool = True
+    path: Path, content: bytes | Produce, moved: Moved = hashing.unheard, durable: bool = True
 ) -> FileFacts:
     """Make `path` a file with this content; returns its size and sha256.
 
@@ -168,7 +168,7 @@ def write(
 
 
 def link(
-    source: Path, path: Path, facts: FileFacts, moved: Moved = files.unheard, durable: bool = True
+    source: Path, path: Path, facts: FileFacts, moved: Moved = hashing.unheard, durable: bool = True
 ) -> FileFacts:
     """Make `path`, where nothing is, a hard link to the durable `source`, or a copy where there can be none.
 
@@ -194,7 +194,7 @@ def copy_of(path: Path) -> Produce:
     """Return the Produce of a copy of the file `path`."""
 
     def produce(sink: Sink) -> None:
-        for piece in files.pieces(path):
+        for piece in hashing.pieces(path):
             sink.write(piece)
 
     return produce

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.storage import files
+from rollout.storage import hashing
 
 HUB = "hf:"
 """A source that begins so is a data set that the library `datasets` loads: hf:NAME:CONFIG:SPLIT."""
@@ -73,5 +73,5 @@ def hub_parts(source: str) -> tuple[str, list[str]]:
 
 def hint_by_beginning(file: str) -> str:
     """Return a hint what to do with a file whose first bytes are those of another kind of file, or none."""
-    begin = next(files.pieces(Path(file)), b"")
+    begin = next(hashing.pieces(Path(file)), b"")
     return next((f"; {way_out}" for first, way_out in _BEGINNINGS.items() if begin.startswith(first)), "")

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
+from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.killable_rewards import LibraryReward, missing
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.pool import ProcessPool
 from rollout.tasks.parameters import parse
 
 SOURCE = "reasoning_gym:"

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from rollout.loaded_code import sources
 from rollout.pictures import PictureError, image_url
-from rollout.plugins import load_function, sources
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.plugins import load_function
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
 from rollout.tasks.parameters import SIZE, parse
 from rollout.tasks.pictures import png
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout.storage import files
+from rollout.storage import hashing
 from rollout.tasks.file_kinds import Row, RowError, hint_by_beginning
 
 _BOM = b"\xef\xbb\xbf"
@@ -19,7 +19,7 @@ _LONGEST_CELL = 2**31 - 1
 def _lines(file: str) -> Iterator[bytes]:
     """Yield the lines of a file, without the line feed."""
     rest = b""
-    for piece in files.pieces(Path(file)):
+    for piece in hashing.pieces(Path(file)):
         *whole, rest = (rest + piece).split(b"\n")
         yield from whole
     yield rest
@@ -78,7 +78,7 @@ def _document(file: str, first: bytes) -> list[Any] | None:
         if first[:1] not in (b"[", b"{"):
             return None
     try:
-        whole = b"".join(files.pieces(Path(file))).removeprefix(_BOM)
+        whole = b"".join(hashing.pieces(Path(file))).removeprefix(_BOM)
         content = json.loads(whole, parse_constant=_no_constant, object_pairs_hook=_once)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None

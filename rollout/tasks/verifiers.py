@@ -21,9 +21,10 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rollout.plugins import search_here
+from rollout.module_search import search_here
+from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.killable_rewards import missing
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.pool import ProcessPool
 from rollout.tasks.parameters import SIZE, parse
 
 log = logging.getLogger(__name__)

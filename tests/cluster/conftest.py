@@ -16,7 +16,7 @@ from filelock import FileLock
 from coordinator.machine.network import LOOPBACK
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.model_dir import policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.cluster import small_run
 from tests.cluster.cluster import REPOSITORY, Cluster
 from tests.imports import forked

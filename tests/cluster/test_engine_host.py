@@ -21,7 +21,7 @@ from rollout.engines.admin import PROBE, EngineAdmin
 from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.model_dir import WeightsError, policy_digest
 from rollout.settings import EngineSettings
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.adapters import make_adapter
 from tests.cluster.conftest import SEPARATE
 from tests.imports import shared_imports

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from coordinator.machine.gpus import count_gpus
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.cluster.cluster import FAST, Cluster, token_ids
 from tests.cluster.conftest import SEPARATE
 

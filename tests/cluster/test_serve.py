@@ -18,7 +18,7 @@ import pytest
 from coordinator.console.server.client import Server, ServerError
 from coordinator.directory.layout import RunDir
 from coordinator.machine.network import LOOPBACK
-from rollout.storage.files import file_facts
+from rollout.storage.hashing import file_facts
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster
 from tests.ports import unused_port
 

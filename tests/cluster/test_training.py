@@ -20,7 +20,7 @@ from coordinator.machine.network import LOOPBACK
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.model_dir import policy_digest
 from rollout.part_file import decode_part
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.cluster.cluster import FAST, Cluster
 from tests.cluster.small_run import SETTINGS
 from tests.cluster.weights import farthest, worst_logprob

@@ -17,7 +17,7 @@ from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import policy_digest
-from rollout.storage import files
+from rollout.storage import hashing
 from tests.cluster.cluster import FAST, Cluster
 from tests.coordinator.examples import tree
 from trainer.documents import PROOF
@@ -72,7 +72,7 @@ def test_weights_that_no_training_has_made_are_found_although_every_digest_fits(
     tensors[name] = tensors[name] + np.float32(0.01)
     save_file(tensors, weights, metadata={"format": "pt"})
     result = published.read_result(checkpoint)
-    facts = {**result.files, weights.name: files.file_facts(weights)}
+    facts = {**result.files, weights.name: hashing.file_facts(weights)}
     model = {name: one for name, one in facts.items() if published.is_part_of_model(name)}
     altered = result.model_copy(update={"files": facts, "policy": policy_digest(model)})
     (checkpoint / published.RESULT).write_bytes(altered.to_json())

@@ -18,7 +18,7 @@ from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.storage import delta
-from rollout.storage.files import FileFacts, checksums
+from rollout.storage.hashing import FileFacts, checksums
 from rollout.trajectory import Group, Sample
 from trainer.documents import TrainResult
 from trainer.settings import TrainerSettings

@@ -36,12 +36,14 @@ FLOORS = (
     {"trainer.algorithms"},
     {"rollout.collect"},
     {"rollout.group_maker"},
-    {"rollout.slots"},
+    {"rollout.slots", "rollout.engine_places", "rollout.finished_groups"},
     {"rollout.environments", "rollout.rewards", "rollout.engines.embedded"},
     {"rollout.tasks", "rollout.engines", "rollout.evaluation", "rollout.part_file", "rollout.quota"},
     {"rollout.processes", "rollout.sandbox", "rollout.storage", "rollout.trajectory", "rollout.settings"},
-    {"rollout.stuck_user_code", "rollout.plugins", "rollout.tally"},
-    {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin", "rollout.pictures"},
+    {"rollout.loaded_code"},
+    {"rollout.plugins", "rollout.settings_tree", "rollout.stuck_user_code", "rollout.tally"},
+    {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin", "rollout.pictures"}
+    | {"rollout.module_search"},
 )
 """The rooms of the house, from the top floor down. A file beside the folders of its package is a room too."""
 MAY_IMPORT = {room: set().union(*FLOORS[floor + 1 :]) for floor, rooms in enumerate(FLOORS) for room in rooms}

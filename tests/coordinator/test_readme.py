@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.phases.table import run_iteration
 from coordinator.protocol.phase import By, Phase, phases_of
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.tasks.task_set import load_tasks
 from tests.coordinator.test_imports import FLOORS
 from tests.user_code import forget

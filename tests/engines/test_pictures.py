@@ -20,7 +20,8 @@ from rollout.engines.completion import Completion
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.engines.kinds.choice import engine_kind
 from rollout.engines.model_facts import placeholder
-from rollout.environments.policy import Policy, sample_of
+from rollout.environments.policy import Policy
+from rollout.environments.turns import sample_of
 from rollout.origin import Sampling
 from rollout.settings import EngineSettings
 from rollout.tasks.pictures import Pictures as TaskPictures

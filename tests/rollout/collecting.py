@@ -11,7 +11,7 @@ from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.group_maker import Recipe
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Listed, Slot
 from rollout.trajectory import Group

@@ -26,7 +26,7 @@ from rollout.environments.environment import single_turn
 from rollout.group_maker import Recipe
 from rollout.origin import Code, Sampling
 from rollout.part_file import PartHeader, decode_part, encode_part
-from rollout.rewards.builtin import Reward, RewardError
+from rollout.rewards.reward import Reward, RewardError
 from rollout.settings import RolloutSettings
 from rollout.slots import Listed, Slot
 from rollout.storage.retry import retry

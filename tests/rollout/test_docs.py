@@ -14,7 +14,7 @@ import pytest
 from rollout import Sample, Sampling
 from rollout.engines.client import EngineClient
 from rollout.environments.environment import resolve_environment
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import load_tasks

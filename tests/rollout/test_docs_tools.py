@@ -14,7 +14,7 @@ from rollout import Sampling, tool_server
 from rollout.environments.environment import resolve_environment
 from rollout.environments.python_tool import LIMITS
 from rollout.environments.tool_calls import PARSERS
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.sandbox.run import why_no_sandbox
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollout.environments.environment import resolve_environment
-from rollout.plugins import code_of
+from rollout.loaded_code import code_of
 from rollout.processes.killable_rewards import LibraryReward
-from rollout.rewards.builtin import BUILT_IN, IN_PROCESSES, resolve_reward
+from rollout.rewards.resolve import BUILT_IN, IN_PROCESSES, resolve_reward
 
 REWARD = "def score(task, completion):\n    return {value}\n"
 
@@ -18,7 +18,7 @@ REWARD = "def score(task, completion):\n    return {value}\n"
 def digest(directory: Path, name: str = "my_code:score") -> str:
     """The digest in a process of its own, started in another directory than the file's."""
     code = (
-        "import sys; from rollout.rewards.builtin import resolve_reward;"
+        "import sys; from rollout.rewards.resolve import resolve_reward;"
         f"print(resolve_reward({name!r}).code.digest)"
     )
     environment = {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -9,8 +9,8 @@ import pytest
 from rollout.engines.answers import RequestRefused
 from rollout.environments.environment import single_turn
 from rollout.origin import Sampling
-from rollout.processes.pool import CallFailed
-from rollout.rewards.builtin import Reward
+from rollout.processes.killable_process import CallFailed
+from rollout.rewards.reward import Reward
 from rollout.tally import MOST_KINDS, Tally
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.plugins import is_installed
+from rollout.module_search import is_installed
 from tests.paths import REPOSITORY
 
 SCORE = "def score(task, completion):\n    return {value}\n"
@@ -19,7 +19,7 @@ NAMES = ["rollout", "trainer", "coordinator", "queue", "types", "torch", "typer"
 def resolve(directory: Path, name: str) -> str:
     """What becomes of a reward's name in a process that is started in `directory`."""
     code = (
-        "import sys; from rollout.rewards.builtin import RewardSettingError, resolve_reward\n"
+        "import sys; from rollout.rewards.resolve import RewardSettingError, resolve_reward\n"
         "try: print(resolve_reward(sys.argv[1]).name)\n"
         "except RewardSettingError as error: print(error)"
     )

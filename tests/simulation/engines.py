@@ -14,7 +14,7 @@ from rollout.engines.completion import Completion
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import policy_digest
 from rollout.origin import Sampling
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.simulation.scheduler import Scheduler
 
 

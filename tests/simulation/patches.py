@@ -37,7 +37,7 @@ from rollout.engines.kinds import kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import Server
 from rollout.environment_variables import cores
-from rollout.storage import files, lines
+from rollout.storage import files, hashing, lines
 from tests.simulation.children import Children, Machines
 from tests.simulation.engines import EngineAdmin, EngineClient
 from tests.simulation.loop import Asyncio
@@ -51,6 +51,7 @@ REAL = {"coordinator.cli", "coordinator.console.commands.local", "coordinator.di
 """Modules that no simulated node runs."""
 ON_DISK = {
     "rollout.storage.files",
+    "rollout.storage.hashing",
     "rollout.storage.lines",
     "rollout.storage.once",
     "rollout.storage.retry",
@@ -88,7 +89,7 @@ def _patch_machine(patch: pytest.MonkeyPatch, machines: Machines) -> None:
         if name not in REAL:
             _replace(patch, name, of_all + (of_files if name in ON_DISK else []))
     _replace(patch, "trainer.job.launch", [(time, clock)])
-    for module in (files, lines):
+    for module in (files, hashing, lines):
         patch.setattr(module, "open", disk.open_file, raising=False)
     read, below = Path.read_bytes, f"{disk.root}/"
 

@@ -54,7 +54,7 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
         async def begun(collector: Process, order: Order) -> Any:
             result = await begin(collector, order)
             assert collector._making is not None
-            finished[order.iteration] += len(collector._making.collector._held)
+            finished[order.iteration] += len(collector._making.collector._finished.held)
             return result
 
         patched.setattr("coordinator.phases.rollout.collect_share", collect)

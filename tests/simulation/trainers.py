@@ -9,7 +9,7 @@ from pathlib import Path
 from rollout.engines.admin import PROBE
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import delta
-from rollout.storage.files import FileFacts, checksums, facts_of
+from rollout.storage.hashing import FileFacts, checksums, facts_of
 from tests.simulation.disk import Disk
 from tests.simulation.engines import logprobs_of
 from tests.simulation.scheduler import Scheduler

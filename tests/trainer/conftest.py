@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.engines.model_dir import policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from rollout.trajectory import Group, Sample
 from tests.ports import unused_port
 from tests.trainer.training_jobs import Node

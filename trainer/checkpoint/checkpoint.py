@@ -29,8 +29,8 @@ from rollout.engines.model_dir import (
     policy_digest,
     weight_files,
 )
-from rollout.storage import files, known_files
-from rollout.storage.files import FileFacts
+from rollout.storage import files, hashing, known_files
+from rollout.storage.hashing import FileFacts
 from rollout.storage.writer import Writer, copy_of
 from trainer.checkpoint import hub_files, state
 from trainer.checkpoint.outputs import Outputs, finish_copy
@@ -214,7 +214,7 @@ def write(
     )
     if inside:
         data = document.to_json()
-        written[f"{STATE_DIR}/{state.DOCUMENT}"] = files.facts_of(data)
+        written[f"{STATE_DIR}/{state.DOCUMENT}"] = hashing.facts_of(data)
         if lead:
             files.publish(staging_dir / STATE_DIR / state.DOCUMENT, data)
     result = TrainResult(

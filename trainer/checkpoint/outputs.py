@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 from rollout.storage.retry import waiting_for_space
 from rollout.storage.writer import Produce, Writer
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 
-from rollout.storage import files, known_files
+from rollout.storage import files, hashing, known_files
 from rollout.storage.retry import retry
 from trainer.checkpoint.rank_files import rank_and_world
 from trainer.checkpoint.state import DOCUMENT, FORMAT, MASTER, CheckpointError, moment_names
@@ -125,7 +125,7 @@ def _saved(directory: Path, document: SavedState) -> dict[str, list[Saved]]:
 
 def _bytes(path: Path, begin: int, end: int) -> bytearray:
     data = bytearray()
-    for piece in files.pieces(path, begin, end):
+    for piece in hashing.pieces(path, begin, end):
         data += piece
     return data
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 
 from rollout.storage import files
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 from rollout.storage.writer import Writer
 from trainer.checkpoint.rank_files import gather_json, rank_and_world, spread, tensor_file
 from trainer.documents import SavedState

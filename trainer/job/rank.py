@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from rollout.storage import files
-from rollout.storage.files import FileFacts
+from rollout.storage import files, hashing
+from rollout.storage.hashing import FileFacts
 from rollout.storage.retry import waiting_for_space
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.checkpoint import checkpoint
@@ -252,7 +252,7 @@ class TrainerRank:
 def read_batch(path: Path, sha256: str) -> Batch:
     """Return the batch of `path`; raises DamagedBatch unless the file has this checksum and decodes."""
     data = files.read(path)
-    actual = files.facts_of(data)["sha256"]
+    actual = hashing.facts_of(data)["sha256"]
     if actual != sha256:
         raise DamagedBatch(f"{path} has sha256 {actual}, the request wants {sha256}; make the batch anew")
     return Batch.decode(data)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from rollout.engines.embedded.routes import routes_of
-from rollout.storage.files import FileFacts
+from rollout.storage.hashing import FileFacts
 from trainer.model import parallel
 from trainer.model.host_memory import HostMemory
 from trainer.model.loading import build_scorer, count_parameters, model_directory

@@ -20,7 +20,7 @@ from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
 from rollout.engines.model_facts import takes_pictures
 from rollout.settings import TINY
-from rollout.storage import files
+from rollout.storage import hashing
 from trainer.documents import PROOF
 
 CARD = "README.md"
@@ -102,7 +102,7 @@ def _copy(source: Path, target: Path, expected: Mapping[str, Any]) -> None:
     for name in there:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / name, target / name)
-    copied = files.checksums(target, names=there)
+    copied = hashing.checksums(target, names=there)
     if damaged := [name for name, facts in expected.items() if copied.get(name) != facts]:
         raise SettingsError(
             f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"

@@ -30,7 +30,8 @@ from coordinator.start.start import last_start
 from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import OUTSIDE
 from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
-from rollout.rewards.builtin import RewardError, resolve_reward, score, weights_by_title
+from rollout.rewards.resolve import resolve_reward, weights_by_title
+from rollout.rewards.reward import RewardError, score
 from rollout.storage import files
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample

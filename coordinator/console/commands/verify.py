@@ -35,7 +35,7 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import base_model_dir, engine_of
 from coordinator.start.start import last_start
 from rollout.engines.model_dir import model_files, policy_digest, weight_files
-from rollout.storage import files, known_files
+from rollout.storage import hashing, known_files
 from trainer.documents import TrainResult
 
 LOOK_S = 0.2
@@ -217,7 +217,7 @@ def _places(directory: Path) -> dict[str, tuple[Path, str, int, int]]:
 
 
 def _array(path: Path, dtype: str, begin: int, end: int) -> NDArray[np.float64]:
-    bits = np.frombuffer(b"".join(files.pieces(path, begin, end)), dtype=NUMBERS[dtype])
+    bits = np.frombuffer(b"".join(hashing.pieces(path, begin, end)), dtype=NUMBERS[dtype])
     if dtype == "BF16":  # the upper half of a float32
         bits = (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float64)

@@ -22,7 +22,7 @@ from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crews, Place
 from coordinator.settings.tree import Crew, RunSettings, SettingsError
 from rollout.engines.model_dir import WeightsError, is_adapter, tensor_names
-from rollout.storage import files
+from rollout.storage import files, hashing
 from trainer.memory import Shape
 
 RECENT, LEAST = 10, 3
@@ -199,7 +199,7 @@ def _events(run_dir: RunDir, rank: int) -> list[dict[str, Any]]:
     path = run_dir.events(rank)
     if path.name not in published.names(path.parent):
         return []
-    size, _ = files.size_and_mtime(path)
+    size, _ = hashing.size_and_mtime(path)
     data = files.read_from(path, max(0, size - TAIL_BYTES))
     return list(filter(is_event, map(_parsed, data.splitlines())))
 

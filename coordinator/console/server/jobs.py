@@ -38,7 +38,7 @@ from coordinator.console.server.submission import JOB_NAME, Submission
 from coordinator.directory import published
 from coordinator.machine.run_command import run_command
 from coordinator.protocol.exits import OUTCOMES
-from rollout.storage import files, once
+from rollout.storage import files, hashing, once
 
 JOB, ASKED = "job.json", "asked.json"
 FOLDER = "job"
@@ -234,7 +234,7 @@ def submit(root: Path, submission: Submission) -> Job:
             "name": submission.name,
             "digest": submission.digest,
             "options": submission.options,
-            "files": {name: files.facts_of(data) for name, data in submission.files.items()},
+            "files": {name: hashing.facts_of(data) for name, data in submission.files.items()},
         }
         once.create_once(folder / JOB, _document(document))
     job = Job(root, submission.name)

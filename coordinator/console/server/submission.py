@@ -17,9 +17,10 @@ from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import is_path
-from rollout.rewards.builtin import RewardSettingError, refuse_unknown
+from rollout.rewards.resolve import RewardSettingError, refuse_unknown
 from rollout.settings import PROGRAMS, SELF
-from rollout.storage.files import exists, facts_of, is_directory
+from rollout.storage.files import exists, is_directory
+from rollout.storage.hashing import facts_of
 from rollout.tasks.task_set import is_file
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}", re.ASCII)

@@ -22,7 +22,7 @@ from coordinator.settings.loading import flatten, option_name, show
 from coordinator.settings.number_ranges import listed
 from coordinator.settings.tree import SettingsError
 from coordinator.start.start import last_start
-from rollout.storage import files
+from rollout.storage import files, hashing
 from rollout.trajectory import Group, Sample
 from trainer.batch.batch import Batch, DamagedBatch
 
@@ -239,7 +239,7 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int], str]]:
     tensors: dict[str, tuple[str, list[int], str]] = {}
     for name, (dtype, shape, begin, end) in tensor_places(path).items():
         digest = hashlib.sha256()
-        for piece in files.pieces(path, begin, end):
+        for piece in hashing.pieces(path, begin, end):
             digest.update(piece)
         tensors[name] = dtype, shape, digest.hexdigest()
     return tensors
@@ -247,8 +247,8 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int], str]]:
 
 def tensor_places(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
     """Return dtype, shape, and first and last byte (exclusive) of each tensor of a safetensors file."""
-    (length,) = struct.unpack("<Q", b"".join(files.pieces(path, 0, 8)))
-    header: dict[str, Any] = json.loads(b"".join(files.pieces(path, 8, 8 + length)))
+    (length,) = struct.unpack("<Q", b"".join(hashing.pieces(path, 0, 8)))
+    header: dict[str, Any] = json.loads(b"".join(hashing.pieces(path, 8, 8 + length)))
     return {
         name: (entry["dtype"], entry["shape"], *(8 + length + offset for offset in entry["data_offsets"]))
         for name, entry in header.items()

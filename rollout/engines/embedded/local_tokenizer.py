@@ -17,7 +17,8 @@ from rollout.engines.client import EngineClient
 from rollout.engines.model_dir import companions, copied
 from rollout.origin import Sampling
 from rollout.pictures import digest_of
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
 from rollout.storage import files
 from rollout.trajectory import Picture
 

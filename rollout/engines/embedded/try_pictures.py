@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout.engines.model_dir import companions, copied
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
 
 DEADLINE_S = 300.0
 """How long it may take; most take some seconds, with imports."""

@@ -23,7 +23,7 @@ from rollout.engines.model_facts import (
     steady_tokens,
     takes_pictures,
 )
-from rollout.plugins import is_installed
+from rollout.module_search import is_installed
 from rollout.settings import EngineSettings
 
 LOOPBACK_INTERFACE = "lo"

@@ -11,7 +11,8 @@ from coordinator.collector.guest_chunks import Contribution, GuestChunks, OwnChu
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol.chunks import Pace, cut
-from rollout.slots import Meter, Slot
+from rollout.engine_places import Meter
+from rollout.slots import Slot
 from rollout.storage import files
 
 FAST, SLOW = Pace(1000, 1.0, 4), Pace(1, 1.0, 4)

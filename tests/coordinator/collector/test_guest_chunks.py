@@ -20,7 +20,7 @@ from coordinator.directory.file_names import parse_claim_name
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.directory.parts import PartWriter
 from coordinator.protocol.chunks import Chunk
-from rollout.slots import Meter
+from rollout.engine_places import Meter
 from rollout.storage import files
 from rollout.trajectory import Group
 from tests.coordinator.examples import ORIGIN, group, tombstone

@@ -24,7 +24,7 @@ from coordinator.protocol.exits import Ended, Exit
 from coordinator.protocol.phase import Phase
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.keeping import CheckpointSettings
-from rollout.storage import files
+from rollout.storage import files, hashing
 from tests.coordinator.examples import write_checkpoint
 
 SAMPLED = [
@@ -198,15 +198,15 @@ def test_checkpoint_that_was_trained_again_while_the_first_was_read_is_not_calle
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(run_dir.checkpoint(1), 1, b"first")
-    read = files.file_facts
+    read = hashing.file_facts
 
     def slow(path: Path, *more: Any) -> Any:
-        monkeypatch.setattr(files, "file_facts", read)
+        monkeypatch.setattr(hashing, "file_facts", read)
         published.set_aside(run_dir.checkpoint(1), "damaged")
         write_checkpoint(run_dir.checkpoint(1), 1, b"again")
         return read(path, *more)
 
-    monkeypatch.setattr(files, "file_facts", slow)
+    monkeypatch.setattr(hashing, "file_facts", slow)
     read_back(run_dir.checkpoint(1))
     assert published.damage(run_dir.checkpoint(1)) is None
     node_at(run_dir).policies.verify(1)

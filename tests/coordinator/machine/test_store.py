@@ -22,7 +22,8 @@ from coordinator.machine.copy_entries import StoreError
 from coordinator.machine.filesystems import Mount
 from coordinator.machine.store import Store
 from rollout.storage import delta, retry
-from rollout.storage.files import FileFacts, SharedFsError, checksums, file_names, unheard
+from rollout.storage.files import SharedFsError, file_names
+from rollout.storage.hashing import FileFacts, checksums, unheard
 from rollout.storage.writer import Sink
 
 HOLDS = """
@@ -30,7 +31,7 @@ import os, sys, time
 from pathlib import Path
 from coordinator.machine import store
 from coordinator.machine.filesystems import Mount
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 store.find_mount = lambda path: Mount("nfs4", "", "/")
 source, below, pause_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 copied = 0

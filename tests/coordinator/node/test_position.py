@@ -11,7 +11,7 @@ from coordinator.protocol.liveness import Standstill, stall_limit_s
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from rollout.engines.generated import Generated
-from rollout.storage import files
+from rollout.storage import hashing
 
 
 def test_speed_and_time_left_count_from_the_first_progress_to_the_last(
@@ -111,12 +111,12 @@ def test_move_begins_progress_and_waiting_anew() -> None:
 def test_file_that_is_read_slowly_is_no_standstill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_counted: bool
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 2_000_000)
+    monkeypatch.setattr(hashing, "CHUNK_BYTES", 2_000_000)
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(16_000_000))
     position, standstill, now_s = Position(), Standstill(600.0), 0.0
     position.move("running", 1, Phase.ITERATION_START.label)
-    count = position.count_bytes() if is_counted else files.unheard
+    count = position.count_bytes() if is_counted else hashing.unheard
     stalled: set[int] = set()
 
     def slow(size: int) -> None:
@@ -126,7 +126,7 @@ def test_file_that_is_read_slowly_is_no_standstill(
         standstill.observe({1: position.describe()}, now_s)
         stalled.update(standstill.beyond(lambda _phase: 1800.0, 30.0))
 
-    files.file_facts(path, slow)
+    hashing.file_facts(path, slow)
     assert stalled == (set() if is_counted else {1}), "it took 4800 s"
 
 

@@ -25,8 +25,8 @@ from coordinator.node.prefetch import Prefetch
 from coordinator.phases import rollout
 from coordinator.settings.loading import build
 from coordinator.settings.tree import Crew
-from rollout.storage import delta, files
-from rollout.storage.files import unheard
+from rollout.storage import delta, files, hashing
+from rollout.storage.hashing import unheard
 from tests.coordinator.examples import run_dir_at, write_checkpoint
 
 SOON_S = 60.0
@@ -55,14 +55,14 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(root: RunDir, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of checkpoints that are read piece by piece: `3/model.safetensors`."""
     found: list[str] = []
-    real = files.pieces
+    real = hashing.pieces
 
     def pieces(path: Path, *more: Any) -> Any:
         checkpoint, name = path.relative_to(root.checkpoints).as_posix().split("/", 1)
         found.append(f"{int(checkpoint[-6:])}/{name}")
         return real(path, *more)
 
-    monkeypatch.setattr(files, "pieces", pieces)
+    monkeypatch.setattr(hashing, "pieces", pieces)
     return found
 
 
@@ -245,7 +245,7 @@ def test_what_is_not_wanted_any_more_is_given_up(
     root: RunDir, local: Path, beside: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    real = files.pieces
+    real = hashing.pieces
 
     def pieces(path: Path, *more: Any) -> Any:
         if path.parent == root.checkpoint(1):
@@ -253,7 +253,7 @@ def test_what_is_not_wanted_any_more_is_given_up(
             assert go_on.wait(SOON_S)
         return real(path, *more)
 
-    monkeypatch.setattr(files, "pieces", pieces)
+    monkeypatch.setattr(hashing, "pieces", pieces)
     beside.prefetch.begin(1, 0.01)
     assert copying.wait(SOON_S)
     began_s = time.monotonic()

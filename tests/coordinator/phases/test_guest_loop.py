@@ -16,7 +16,7 @@ from coordinator.phases.load_policy import serve
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from rollout.engines.answers import EngineError
-from rollout.storage.files import unheard
+from rollout.storage.hashing import unheard
 from tests.coordinator.examples import run_dir_at, write_checkpoint
 
 WRONG = "the engine at unix:x holds other weights than the policy: model.embed_tokens.weight"

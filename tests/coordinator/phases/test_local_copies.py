@@ -17,7 +17,7 @@ from coordinator.phases import training
 from coordinator.phases.load_policy import serve
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
-from rollout.storage.files import checksums, unheard
+from rollout.storage.hashing import checksums, unheard
 from tests.coordinator.examples import record, run_dir_at, write_checkpoint
 from trainer.documents import Resume, TrainRequest
 

@@ -13,7 +13,7 @@ from coordinator.start import eval_tasks, inputs, run_json, start
 from coordinator.start.request import StartRequest
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.kinds import embedded, vllm
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.models import make_model
 

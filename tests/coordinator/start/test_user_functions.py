@@ -9,8 +9,8 @@ import pytest
 from coordinator.settings.tree import SettingsError
 from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import resolve_environment
-from rollout.plugins import code_of
-from rollout.rewards.builtin import resolve_reward
+from rollout.loaded_code import code_of
+from rollout.rewards.resolve import resolve_reward
 
 SOURCE = """
 import os

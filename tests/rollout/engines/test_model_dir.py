@@ -20,7 +20,7 @@ from rollout.engines.model_dir import (
     tensor_names,
     weight_files,
 )
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 
 
 @pytest.fixture

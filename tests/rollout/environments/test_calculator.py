@@ -18,7 +18,7 @@ from rollout.engines.client import EngineClient
 from rollout.environments.calculator import HINT, MAX_CALLS, ExpressionError, answer, calculator, evaluate
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group, Sample

@@ -7,8 +7,8 @@ import pytest
 
 from rollout.engines.completion import Completion
 from rollout.environments.call_schema import argument_of, fitted
-from rollout.environments.policy import sample_of
 from rollout.environments.tool_calls import PARSERS, with_calls
+from rollout.environments.turns import sample_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

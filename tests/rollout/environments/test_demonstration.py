@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jinja2 import Environment
 
+from rollout import tally
 from rollout.engines.client import EngineClient
 from rollout.engines.special_tokens import read_special_tokens
-from rollout.environments import policy as policies
 from rollout.environments.demonstration import check_demonstrations, demonstration
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import Task, TaskError, load_tasks
@@ -157,7 +157,7 @@ class Rendered(Templated):
 def test_demonstration_follows_the_prompt_that_sampling_would_have(
     template: str, answer: str, trained: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policies._warned.clear()
+    tally._warned.clear()
     client = Rendered(template)
     messages = [{"role": "user", "content": "12+34"}]
     said = {"role": "assistant", "content": answer.replace("¶", "\n\n")}

@@ -18,7 +18,8 @@ from rollout.environments.environment import (
     resolve_environment,
     single_turn,
 )
-from rollout.environments.policy import Policy, sample_of
+from rollout.environments.policy import Policy
+from rollout.environments.turns import sample_of
 from rollout.origin import Sampling
 
 

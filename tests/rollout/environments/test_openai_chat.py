@@ -9,10 +9,10 @@ import aiohttp
 import openai
 import pytest
 
+from rollout import tally
 from rollout.engines.answers import EngineFacts
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import completion_request
-from rollout.environments import policy as policy_module
 from rollout.environments.environment import serve
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -108,7 +108,7 @@ def test_what_is_not_there_is_refused_in_one_line(fields: dict[str, Any], reason
 def test_sampling_of_an_agent_is_ignored_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_module, "_warned", set())
+    monkeypatch.setattr(tally, "_warned", set())
 
     async def play(agent: Agent) -> None:
         for name in "ab":

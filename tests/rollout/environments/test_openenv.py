@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from rollout import tally
 from rollout.engines.answers import RequestRefused
-from rollout.environments import policy as policies
 from rollout.environments.environment import EnvironmentSettingError, check_played, resolve_environment
 from rollout.environments.openenv import OpenEnv
 from rollout.environments.policy import Policy
+from rollout.loaded_code import code_of
 from rollout.origin import Sampling
 from rollout.pictures import open_picture, size_of
-from rollout.plugins import code_of
 from rollout.tasks import openenv, openenv_client
 from rollout.tasks.openenv_client import EXCERPT, read
 from rollout.tasks.pictures import publish_picture
@@ -384,7 +384,7 @@ def test_group_that_is_cancelled_ends_its_sessions(server: Server, guess: OpenEn
 def test_server_with_one_session_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policies, "_warned", set[str]())
+    monkeypatch.setattr(tally, "_warned", set[str]())
     with Server(Guess, Answer, Seen, most=1) as small:
         (task, *_) = load(source(small))
         samples = played(OpenEnv(small.url), task, lambda *_: "x.", n=4)

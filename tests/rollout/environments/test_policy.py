@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from rollout import tally
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.environments import policy as policy_module
 from rollout.environments.policy import Episode, Policy
 from rollout.origin import Sampling
 from rollout.trajectory import Sample
@@ -120,7 +120,7 @@ def test_budget_is_of_all_turns_and_an_empty_turn_says_that_it_is_used_up() -> N
 def test_conversation_that_outgrows_the_context_ends_at_length(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_module, "_warned", set())
+    monkeypatch.setattr(tally, "_warned", set())
 
     async def talk(episode: Episode) -> Sample:
         for message in ("go", "on", "on"):

@@ -13,7 +13,7 @@ from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
 from rollout.environments.segments import Segment
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import UNFINISHED, Group, Sample, Span

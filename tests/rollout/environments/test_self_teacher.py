@@ -14,10 +14,11 @@ from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.environments.calculator import HINT, calculator
 from rollout.environments.environment import single_turn
-from rollout.environments.policy import Policy, sample_of
+from rollout.environments.policy import Policy
 from rollout.environments.self_teacher import SelfTeacher
+from rollout.environments.turns import sample_of
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.tasks.task_set import TaskError

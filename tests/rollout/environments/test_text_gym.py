@@ -14,9 +14,9 @@ from rollout.engines.answers import RequestRefused
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.environments.policy import Policy
 from rollout.environments.text_gym import TextGym
+from rollout.loaded_code import code_of
 from rollout.origin import Sampling
 from rollout.pictures import open_picture
-from rollout.plugins import code_of
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from rollout.tasks.text_gym import TextEnvironment
 from rollout.trajectory import unfit

@@ -11,7 +11,7 @@ from rollout.environments.demonstration import demonstration
 from rollout.environments.environment import resolve_environment
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.trajectory import Group

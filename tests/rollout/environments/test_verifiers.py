@@ -17,9 +17,9 @@ from PIL import Image
 from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
 from rollout.environments.policy import Policy
 from rollout.environments.verifiers import VerifiersEnvironment
+from rollout.loaded_code import code_of
 from rollout.origin import Sampling
 from rollout.pictures import digest_of
-from rollout.plugins import code_of
 from rollout.processes.pool import ProcessPool
 from rollout.tasks import verifiers
 from rollout.tasks.task_set import Task, TaskError, load_tasks

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.processes.pool import CallFailed, CallLost, ProcessPool
+from rollout.processes.killable_process import CallFailed, CallLost
+from rollout.processes.pool import ProcessPool
 from tests.rollout.rollout_helpers import wait_until
 
 PATIENCE_S = 60.0

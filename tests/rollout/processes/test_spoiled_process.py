@@ -14,8 +14,8 @@ from rollout.processes.pool import ProcessPool
 
 SCORES = """
 import asyncio, os, tempfile
-from rollout.plugins import keep_process
-from rollout.rewards.builtin import resolve_reward
+from rollout.module_search import keep_process
+from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
 
 async def main():

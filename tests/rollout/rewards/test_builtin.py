@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.rewards.builtin import RewardError, RewardSettingError, check_task, resolve_reward, score
+from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward
+from rollout.rewards.reward import RewardError, score
 from rollout.trajectory import Sample
 
 USER_CODE = """

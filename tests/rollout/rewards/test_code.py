@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout.rewards import builtin
-from rollout.rewards.builtin import Reward, RewardError, RewardSettingError, check_task, resolve_reward
+from rollout.rewards import resolve
 from rollout.rewards.code import code, program_of
+from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward
+from rollout.rewards.reward import Reward, RewardError
 from rollout.sandbox.run import Limits, why_no_sandbox
 from rollout.settings import RolloutSettings
 
@@ -204,7 +205,7 @@ def test_machine_without_a_sandbox_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         RewardSettingError, match=r"cannot run code here: this machine refuses unshare \(docs"
     ):
-        builtin.resolve_reward("code")
+        resolve.resolve_reward("code")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rollout.processes import killable_rewards as reward_module
-from rollout.rewards.builtin import Reward, RewardError, resolve_reward, score
 from rollout.rewards.math import make_verifier
+from rollout.rewards.resolve import resolve_reward
+from rollout.rewards.reward import Reward, RewardError, score
 from rollout.trajectory import Sample
 
 HUGE = "$9^{9^{9^{9}}}$"
@@ -86,7 +87,7 @@ def test_samples_are_scored_in_processes(reward: Reward) -> None:
             [
                 sys.executable,
                 "-c",
-                "import sys, rollout.rewards.builtin as r; r.resolve_reward('math'); print(*sys.modules)",
+                "import sys, rollout.rewards.resolve as r; r.resolve_reward('math'); print(*sys.modules)",
             ],
             capture_output=True,
             text=True,

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from rollout.rewards import endpoint
-from rollout.rewards.builtin import Reward, RewardError, RewardSettingError, check_task, resolve_reward, score
+from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward
+from rollout.rewards.reward import Reward, RewardError, score
 from rollout.rewards.served import ServedReward
 from rollout.trajectory import Sample
 

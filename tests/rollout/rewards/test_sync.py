@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rollout.processes import killable_rewards as module
-from rollout.rewards.builtin import RewardError, resolve_reward, score
+from rollout.rewards.resolve import resolve_reward
+from rollout.rewards.reward import RewardError, score
 from rollout.settings import RolloutSettings
 from tests.processes import is_schedulable
 from tests.rollout.rewards.test_builtin import make_sample

@@ -7,15 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.rewards.builtin import (
-    RewardError,
-    RewardSettingError,
-    check_task,
-    resolve_reward,
-    score,
-    weights_by_title,
-)
 from rollout.rewards.parts import Part, parts_of
+from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward, weights_by_title
+from rollout.rewards.reward import RewardError, score
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Sample
 

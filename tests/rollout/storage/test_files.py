@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollout.storage import files, once, retry
+from rollout.storage import files, hashing, once, retry
 from rollout.storage.files import make_directory, publish
 from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
@@ -531,7 +531,7 @@ def test_only_what_can_be_read_is_hashed(tmp_path: Path) -> None:
     (model / "gone").symlink_to(tmp_path / "nowhere")
     (model / "below").symlink_to(tmp_path)
     os.mkfifo(model / "pipe")
-    assert files.checksums(model) == {"linked": files.facts_of(b"weights")}
+    assert hashing.checksums(model) == {"linked": hashing.facts_of(b"weights")}
 
 
 def full_for(monkeypatch: pytest.MonkeyPatch, calls: int) -> list[int]:

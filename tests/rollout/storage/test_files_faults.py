@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollout.storage import files, once, retry
+from rollout.storage import files, hashing, once, retry
 from rollout.storage.files import SharedFsError, make_directory, publish, remove_tree
 from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
@@ -120,7 +120,7 @@ def test_document_that_grew_is_read_whole_with_old_attributes(shared: FaultFs) -
     assert two.stat().st_size == 1
     publish(one, b"y" * 300_000)
     assert files.read(two) == b"y" * 300_000
-    assert files.checksums(two.parent) == facts_of(shared.backing)
+    assert hashing.checksums(two.parent) == facts_of(shared.backing)
 
 
 def test_directory_that_another_client_has_just_made_is_used(shared: FaultFs) -> None:
@@ -204,7 +204,7 @@ def test_checksums_survive_errors(shared: FaultFs) -> None:
     for name in "abc":
         (shared.backing / name).write_bytes(random.randbytes(500_000))
     shared.set(**FAILING)
-    assert files.checksums(shared[0].path) == facts_of(shared.backing)
+    assert hashing.checksums(shared[0].path) == facts_of(shared.backing)
 
 
 def test_what_is_there_is_not_denied_where_calls_fail(shared: FaultFs) -> None:
@@ -235,8 +235,8 @@ def test_large_file_is_copied_and_hashed_where_no_attempt_could_read_all_of_it(
     data = random.randbytes(1 << 25)  # 256 reads of a client at least
     (shared.backing / "model").write_bytes(data)
     shared.set(error_rate=0.1, errors=("EIO", "ESTALE"))
-    assert files.file_facts(shared[0].path / "model") == files.facts_of(data)
-    assert write(tmp_path / "copy", copy_of(shared[1].path / "model")) == files.facts_of(data)
+    assert hashing.file_facts(shared[0].path / "model") == hashing.facts_of(data)
+    assert write(tmp_path / "copy", copy_of(shared[1].path / "model")) == hashing.facts_of(data)
 
 
 def race(shared: FaultFs, rounds: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.storage import files, known_files
+from rollout.storage import hashing, known_files
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +19,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every file that is read to be hashed."""
     read: list[Path] = []
-    real = files.file_facts
+    real = hashing.file_facts
 
-    def facts(path: Path, moved: files.Moved = files.unheard) -> files.FileFacts:
+    def facts(path: Path, moved: hashing.Moved = hashing.unheard) -> hashing.FileFacts:
         read.append(path)
         return real(path, moved)
 
-    monkeypatch.setattr(files, "file_facts", facts)
+    monkeypatch.setattr(hashing, "file_facts", facts)
     return read
 
 
@@ -43,11 +43,11 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("settled")
 def test_file_is_read_once_while_nothing_about_it_changes(tmp_path: Path, reads: list[Path]) -> None:
     path = old_file(tmp_path / "a")
-    assert [known_files.file_facts(path) for _ in range(3)] == [files.facts_of(b"weights")] * 3
+    assert [known_files.file_facts(path) for _ in range(3)] == [hashing.facts_of(b"weights")] * 3
     assert reads == [path]
     other = tmp_path / "b"
     os.link(path, other)  # another name, and the old one's ctime has changed
-    assert known_files.checksums(tmp_path, ["a", "b"])["b"] == files.facts_of(b"weights")
+    assert known_files.checksums(tmp_path, ["a", "b"])["b"] == hashing.facts_of(b"weights")
     assert sorted(reads[1:]) == [path, other]
 
 
@@ -58,11 +58,11 @@ def test_change_that_keeps_size_and_mtime_is_seen(tmp_path: Path, reads: list[Pa
     about = path.stat()
     path.write_bytes(b"WEIGHTS")
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert known_files.file_facts(path) == files.facts_of(b"WEIGHTS")
+    assert known_files.file_facts(path) == hashing.facts_of(b"WEIGHTS")
     replacement = old_file(tmp_path / "new", b"weighty")
     os.utime(replacement, ns=(about.st_atime_ns, about.st_mtime_ns))
     replacement.replace(path)
-    assert known_files.file_facts(path) == files.facts_of(b"weighty")
+    assert known_files.file_facts(path) == hashing.facts_of(b"weighty")
     assert reads == [path] * 3
 
 
@@ -78,7 +78,7 @@ def test_file_that_changes_while_it_is_hashed_is_not_remembered(
     tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = old_file(tmp_path / "a")
-    monkeypatch.setattr(files, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(hashing, "CHUNK_BYTES", 4)
     known_files.file_facts(path, lambda _size: path.write_bytes(b"weights and more"))
     known_files.file_facts(path)
     assert reads == [path, path]
@@ -97,7 +97,7 @@ def test_damaged_memory_is_as_none(tmp_path: Path, cache: Path, content: bytes) 
 @pytest.mark.usefixtures("settled")
 def test_without_a_cache_directory_files_are_hashed(tmp_path: Path, cache: Path) -> None:
     cache.parent.parent.write_bytes(b"a file is in its place")
-    assert known_files.file_facts(old_file(tmp_path / "a")) == files.facts_of(b"weights")
+    assert known_files.file_facts(old_file(tmp_path / "a")) == hashing.facts_of(b"weights")
 
 
 @pytest.mark.usefixtures("settled")
@@ -111,7 +111,7 @@ def test_user_without_a_home_has_files_hashed(
     monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # raises KeyError
     path = old_file(tmp_path / "file", b"1")
     for _ in range(2):
-        assert known_files.file_facts(path) == files.facts_of(b"1")
+        assert known_files.file_facts(path) == hashing.facts_of(b"1")
     assert len(reads) == 2 and [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
@@ -126,10 +126,10 @@ def test_old_memories_are_forgotten(tmp_path: Path, cache: Path, monkeypatch: py
 @pytest.mark.usefixtures("settled")
 def test_many_at_once_agree(tmp_path: Path) -> None:
     path = old_file(tmp_path / "a", os.urandom(1 << 20))
-    found: list[files.FileFacts] = []
+    found: list[hashing.FileFacts] = []
     threads = [threading.Thread(target=lambda: found.append(known_files.file_facts(path))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [files.file_facts(path)] * 8
+    assert found == [hashing.file_facts(path)] * 8

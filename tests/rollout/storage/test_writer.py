@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from rollout.storage import files, retry, writer
+from rollout.storage import files, hashing, retry, writer
 from rollout.storage.retry import SharedFsError, library_errors, retry_library
 from rollout.storage.writer import Sink, Writer, copy_of, write
 
@@ -57,7 +57,7 @@ def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
             raise error
 
     facts = write(tmp_path / "a", produce)
-    assert facts == files.file_facts(tmp_path / "a") == files.facts_of(b"whole file")
+    assert facts == hashing.file_facts(tmp_path / "a") == hashing.facts_of(b"whole file")
     assert len(set(tried)) == 3 and os.listdir(tmp_path) == ["a"]
 
 
@@ -128,7 +128,7 @@ def test_file_is_hashed_while_it_is_written_and_never_read(
     monkeypatch.setattr(writer, "CHUNK_BYTES", 4)
     moved: list[int] = []
     facts = write(tmp_path / "a", lambda sink: (sink.write(b"whole "), sink.write(b"file")), moved.append)
-    assert facts == files.facts_of(b"whole file") and (tmp_path / "a").read_bytes() == b"whole file"
+    assert facts == hashing.facts_of(b"whole file") and (tmp_path / "a").read_bytes() == b"whole file"
     assert opened == [os.O_WRONLY] and moved == [4, 2, 4]
 
 
@@ -146,13 +146,13 @@ def test_system_begins_to_write_a_large_file_before_its_end_if_it_will_be_synced
     monkeypatch.setattr(writer, "CHUNK_BYTES", 4)
     monkeypatch.setattr(writer, "WRITEBACK_BYTES", 8)
     facts = write(tmp_path / "a", b"0123456789" * 2, durable=durable)
-    assert facts == files.facts_of(b"0123456789" * 2)
+    assert facts == hashing.facts_of(b"0123456789" * 2)
     assert begun == ([(8, 0, 8), (16, 8, 8)] if durable else [])
 
 
 def test_copy_is_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345" * 1000)
-    assert write(tmp_path / "b", copy_of(tmp_path / "a")) == files.file_facts(tmp_path / "a")
+    assert write(tmp_path / "b", copy_of(tmp_path / "a")) == hashing.file_facts(tmp_path / "a")
 
 
 def test_writer_says_what_it_has_written_by_name(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_writer_says_what_it_has_written_by_name(tmp_path: Path) -> None:
         written.add("a", b"one")
         written.add("below/b", lambda sink: sink.write(b"two"))
         facts = written.finish()
-    assert facts == {"a": files.facts_of(b"one"), "below/b": files.facts_of(b"two")}
-    assert files.checksums(tmp_path / "below")["b"] == facts["below/b"]
+    assert facts == {"a": hashing.facts_of(b"one"), "below/b": hashing.facts_of(b"two")}
+    assert hashing.checksums(tmp_path / "below")["b"] == facts["below/b"]
 
 
 def test_writer_raises_what_a_file_has_raised_and_ends_the_others_whole(tmp_path: Path) -> None:

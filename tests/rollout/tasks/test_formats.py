@@ -282,8 +282,8 @@ def test_memory_of_a_large_set_is_its_index_and_not_its_text(tmp_path: Path) -> 
     script = (
         "import sys, tracemalloc; from rollout.tasks import stored\n"
         "from rollout.tasks.task_set import load_tasks\n"
-        "from rollout.storage import files\n"
-        "stored.KEEP_BYTES = 0; files.CHUNK_BYTES = 2**20; tracemalloc.start();"
+        "from rollout.storage import hashing\n"
+        "stored.KEEP_BYTES = 0; hashing.CHUNK_BYTES = 2**20; tracemalloc.start();"
         "tasks = load_tasks(sys.argv[1], seed=0, split='train'); print(*tracemalloc.get_traced_memory());"
         "assert tasks.tasks[4999]['prompt'].startswith('4999')"
     )

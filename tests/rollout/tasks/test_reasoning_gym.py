@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.processes.pool import ProcessPool
-from rollout.rewards.builtin import resolve_reward
+from rollout.rewards.resolve import resolve_reward
 from rollout.tasks import reasoning_gym
 from rollout.tasks.task_set import Task, TaskError, is_file, load_tasks
 

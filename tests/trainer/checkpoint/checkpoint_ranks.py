@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rollout.engines.model_dir import policy_digest
-from rollout.storage.files import FileFacts, checksums
+from rollout.storage.hashing import FileFacts, checksums
 from trainer.batch.batch import Batch
 from trainer.checkpoint import checkpoint, hub_files, state
 from trainer.checkpoint.probe import probe_tokens

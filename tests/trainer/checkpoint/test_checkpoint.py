@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from rollout.engines.admin import CONTENT
 from rollout.engines.content import saved_sums
 from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
-from rollout.storage import delta, files, retry, writer
-from rollout.storage.files import checksums
+from rollout.storage import delta, files, hashing, retry, writer
+from rollout.storage.hashing import checksums
 from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
 from trainer import progress
@@ -290,7 +290,7 @@ def test_delta_makes_the_weights_of_those_before_and_stands_in_the_result(
     assert deltas(second.staging_dir) == [".model.safetensors.delta"]
     assert rebuilt(before, after) == (after / "model.safetensors").read_bytes()
     assert (before / "model.safetensors").read_bytes() != (after / "model.safetensors").read_bytes()
-    facts = files.file_facts(after / ".model.safetensors.delta")
+    facts = hashing.file_facts(after / ".model.safetensors.delta")
     assert result.files[".model.safetensors.delta"] == facts
     share = facts["bytes"] / result.files["model.safetensors"]["bytes"]
     assert share < 0.1 if save_dtype == "bfloat16" else share > WORTH
@@ -552,7 +552,7 @@ def test_ranks_of_a_node_hash_a_share_each_and_learn_the_others(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "config.json").write_text("{}")
     hashed: list[str] = []
-    real = files.file_facts
+    real = hashing.file_facts
     monkeypatch.setattr(
         files, "file_facts", lambda path, moved: hashed.append(path.name) or real(path, moved)
     )
@@ -570,6 +570,6 @@ def test_ranks_of_a_node_hash_a_share_each_and_learn_the_others(
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(nodes.count(node)))
             monkeypatch.setattr(checkpoint, "rank_and_world", lambda rank=rank: (rank, len(nodes)))
             found = checkpoint._checksums_of_weights(tmp_path, progress.SILENT)
-            assert turn == 1 or found == {name: files.facts_of(name.encode()) for name in names}
+            assert turn == 1 or found == {name: hashing.facts_of(name.encode()) for name in names}
         if turn == 1:
             assert sorted(hashed) == sorted(names * 2), "once a node"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rollout.engines.model_dir import check_model_dir, policy_digest
-from rollout.storage.files import SharedFsError, checksums
+from rollout.storage.files import SharedFsError
+from rollout.storage.hashing import checksums
 from tests.faultfs import FaultFs, unavailable
 from trainer.batch.batch import Batch
 from trainer.checkpoint import checkpoint, state

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import check_model_dir, model_files, policy_digest, tensor_names
 from rollout.storage.delta import delta_name
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.paths import REPOSITORY
 from tests.trainer.checkpoint.test_checkpoint import rebuilt
 from tests.trainer.checkpoint.test_probe import logprobs_of

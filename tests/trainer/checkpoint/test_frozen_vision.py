@@ -17,7 +17,7 @@ from rollout.engines.content import saved_sums
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.model_dir import FROZEN, policy_digest, tensor_names
 from rollout.storage import delta
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from trainer.batch.batch import Batch
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import CheckpointError

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.model_dir import policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from trainer.batch.batch import Batch
 from trainer.batch.building import build_batch
 from trainer.checkpoint import checkpoint

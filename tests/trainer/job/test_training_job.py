@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.faultfs import FaultFs, unavailable
 from tests.ports import unused_port
 from tests.trainer.training_jobs import JOB_TIMEOUT_S, Node, group_members, result_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from tests.adapters import save_adapter
 from tests.models import LLAMA_LIKE, make_model
 from trainer.model import lora, tiny_seeing

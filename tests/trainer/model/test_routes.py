@@ -21,7 +21,7 @@ from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.protocol import routes_body
 from rollout.engines.embedded.routes import routes_of
 from rollout.engines.model_facts import layers_with_experts
-from rollout.environments.policy import sample_of
+from rollout.environments.turns import sample_of
 from rollout.origin import Sampling
 from rollout.part_file import decode_part, encode_part
 from rollout.trajectory import Group, Sample

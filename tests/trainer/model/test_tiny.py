@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.model_dir import check_model_dir, policy_digest
-from rollout.storage.files import checksums
+from rollout.storage.hashing import checksums
 from trainer.model import tiny
 
 

@@ -16,7 +16,7 @@ from coordinator.directory.published import read_result
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
 from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
-from rollout.storage import files
+from rollout.storage import hashing
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
 
 
@@ -62,7 +62,7 @@ def test_named_chat_templates_are_exported_in_their_folder(run_dir: RunDir, tmp_
     template.write_text("{{ tools }}")
     named = "additional_chat_templates/tool_use.jinja"
     result = read_result(run_dir.checkpoint(1))
-    added = result.model_copy(update={"files": {**result.files, named: files.file_facts(template)}})
+    added = result.model_copy(update={"files": {**result.files, named: hashing.file_facts(template)}})
     (run_dir.checkpoint(1) / "result.json").write_bytes(added.to_json())
     assert named in export(run_dir.root, 1, tmp_path / "out")
     assert (tmp_path / "out" / named).read_text() == "{{ tools }}"
@@ -88,7 +88,7 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
     result = read_result(run_dir.checkpoint(1))
     (run_dir.checkpoint(1) / "config.json").unlink()
     whole = {name: facts for name, facts in result.files.items() if name != "config.json"}
-    adapter = result.model_copy(update={"files": {**whole, config.name: files.file_facts(config)}})
+    adapter = result.model_copy(update={"files": {**whole, config.name: hashing.file_facts(config)}})
     (run_dir.checkpoint(1) / "result.json").write_bytes(adapter.to_json())
 
     def merge(argv: list[str], **_options: object) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from rollout.settings import Mark, Settings, marked
+from rollout.settings_tree import Mark, Settings, marked
 
 
 def test_marks_are_read_at_the_settings_themselves_through_every_section() -> None:

@@ -8,13 +8,12 @@ time, and the one that ends a collector alone is given up.
 import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from coordinator.collector.listener import Listener, pass_on, take_in
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
 from coordinator.collector.rest_of_order import Work
@@ -44,46 +43,6 @@ HANGS_S = 5.0
 """How long finished groups may take to become durable before a signal to this node goes first."""
 
 
-class Stop(Protocol):
-    """A threading.Event, for those who only look."""
-
-    def is_set(self) -> bool:
-        """Return whether something has ended the phase."""
-        ...
-
-
-@dataclass(frozen=True)
-class Listener:
-    """What the node does for its collector while that works."""
-
-    stop: Stop
-    """Set when something has ended the phase."""
-    slots: Callable[[Sequence[int]], list[dict[str, Any]]]
-    """What slots are: number, task, seed and kind of each."""
-    verify: Callable[[], None]
-    """Raises EngineError if the engine answers with another policy than the phase's."""
-    is_engine_lost: Callable[[], None]
-    """Raises what has failed in looking after the engine."""
-    reach: Callable[[int, int, int], None]
-    """Hears the groups made, the groups expected, and the tokens."""
-    step: Callable[[], None]
-    """Hears that the phase gets on."""
-    full: Callable[[SharedFsError], None]
-    """Hears that the collector waits for free space; may raise."""
-    claimed: Callable[[Path], None]
-    """Hears of a file that is to be removed when the phase is over."""
-    waited: Callable[[float], None]
-    """Hears for how many seconds this node had nothing to make."""
-    check_self: Callable[[], None]
-    """Raises what this node itself has ended by."""
-    others_are_done: Callable[[], bool]
-    """Whether all other nodes have made their shares of the phase."""
-    lost: Callable[[], set[int]]
-    """The ranks that are lost, although the phase goes on."""
-    guests: Callable[[], dict[int, int]] = dict[int, int]
-    """The guests that are there, and the incarnation of each."""
-
-
 @dataclass
 class InFlight:
     """Groups that are being made, also from one epoch to the next."""
@@ -94,11 +53,6 @@ class InFlight:
     slots: list[int]
     ahead_s: float = 0.0
     """For how long they were made before their phase."""
-
-
-def _log(level: int, name: str, text: str, event: dict[str, Any] | None) -> None:
-    """Log a line of the collector as the node's own."""
-    logging.getLogger(name).log(level, "%s", text, extra={"event": event} if event else None)
 
 
 class _Echo:
@@ -214,7 +168,7 @@ class CollectorHost:
                         raise failure
                     log.error("the collector of this node %s: its finished groups are made again", failure)
                     return
-                self._hear(message, None, listener)
+                take_in(message, None, listener, self._box)
             if self._child.poll() is not None:
                 log.error("the collector of this node %s: its finished groups are made again", self._how())
                 return
@@ -233,9 +187,9 @@ class CollectorHost:
         self._box.send({"drop": True})
         waited = Stopwatch(1.0)
         while self._child.poll() is None and waited.look() < REACT_S:
-            self._pass_on(before.receive())
+            pass_on(before.receive())
             messages = self._box.receive()
-            self._pass_on(messages)
+            pass_on(messages)
             if any("ended" in message for message in messages):
                 return
             self._wait(LOOK_S)
@@ -316,7 +270,7 @@ class CollectorHost:
                     self._is_working = "paused" in ended
                     return ended
                 raise self._failure(error)
-            self._hear(message, work, listener)
+            take_in(message, work, listener, self._box)
         if is_dead:
             raise _Died(self._how())
         return None
@@ -333,63 +287,6 @@ class CollectorHost:
             return failure
         self._end_child()
         return _Died(f"has failed ({error['text']})")
-
-    def _hear(self, message: dict[str, Any], work: Work | None, listener: Listener) -> None:
-        match message:
-            case {"log": line}:
-                _log(*line)
-            case {"ask": question, "about": argument, "number": number}:
-                self._answer(question, argument, number, work, listener)
-            case {"full": error}:
-                full = error_of(error)
-                assert isinstance(full, SharedFsError)
-                listener.full(full)
-            case {"claimed": path}:
-                listener.claimed(Path(path))
-            case {"waited_s": seconds}:
-                listener.waited(seconds)
-            case {"steps": steps} if steps:
-                listener.step()
-            case {"begun": slot} if work is not None:
-                work.begun.add(slot)
-            case {"alone": slot} if work is not None:
-                work.alone = slot
-            case {"reached": [groups, total, tokens], "made": slot} if work is not None:
-                work.begun.discard(slot)
-                work.reached = (groups, tokens)
-                listener.reach(work.before[0] + groups, work.before[0] + total, work.before[1] + tokens)
-            case {"durable": slots, "counted": counted} if work is not None:
-                work.durable |= set(slots)
-                work.counted += counted
-            case _:
-                pass
-
-    def _answer(
-        self, question: str, argument: Any, number: int, work: Work | None, listener: Listener
-    ) -> None:
-        assert self._box is not None
-        box = self._box
-        if question == "slots":
-            if work is not None:
-                work.given_out |= set(argument)
-            box.send({"answer": number, "value": listener.slots(argument)})
-            return
-
-        def verify() -> None:
-            refused: str | None = None
-            try:
-                listener.verify()
-            except EngineError as error:
-                refused = str(error)
-            box.send({"answer": number, "value": refused})
-
-        # In a thread: an engine that hangs must not keep this node from hearing what ends its phase.
-        threading.Thread(target=verify, name="verify", daemon=True).start()
-
-    def _pass_on(self, messages: Sequence[dict[str, Any]]) -> None:
-        for message in messages:
-            if "log" in message:
-                _log(*message["log"])
 
     def _wait(self, seconds: float) -> None:
         assert self._bell is not None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from filelock import BaseFileLock
 
-from coordinator.collector.host import CollectorHost, Stop
+from coordinator.collector.host import CollectorHost
+from coordinator.collector.listener import Stop
 from coordinator.directory import claims
 from coordinator.directory.background import Background
 from coordinator.directory.history import History

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.collector.host import Listener
+from coordinator.collector.listener import Listener
 from coordinator.collector.order import EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import MASTER, Kind
 from coordinator.directory.published import Incomplete

@@ -5,7 +5,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from coordinator.collector.host import Stop
+from coordinator.collector.listener import Stop
 from coordinator.directory.claims import Claims
 from coordinator.directory.file_names import parse_claim_name
 from coordinator.directory.layout import MASTER

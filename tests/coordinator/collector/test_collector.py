@@ -16,7 +16,8 @@ import pytest
 
 from coordinator.collector import host as host_module
 from coordinator.collector import making, process
-from coordinator.collector.host import CollectorHost, InFlight, Listener
+from coordinator.collector.host import CollectorHost, InFlight
+from coordinator.collector.listener import Listener
 from coordinator.collector.order import CollectorFailed, EngineAddress, Order, RecipeNames
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter, read_parts

@@ -19,32 +19,22 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.collector import unfinished_samples
-from coordinator.collector.claimed_slots import Claimed
-from coordinator.collector.guest_chunks import GuestChunks, OwnChunks, Presence, rest_of
+from coordinator.collector.collection import Collection, NodeSide, own_task, slots_of
 from coordinator.collector.mailbox import COLLECTOR_BELL, Mailbox, order_path
 from coordinator.collector.making import Making
 from coordinator.collector.order import Order, describe_error
-from coordinator.directory.claims import Claims
-from coordinator.directory.layout import GUESTS, MASTER, RunDir
-from coordinator.directory.parts import PartWriter
 from coordinator.journal.logs import is_for_people
-from rollout.collect import OURS, Collector, Stopped
-from rollout.engines.answers import EngineError
+from rollout.collect import OURS, Stopped
 from rollout.module_search import keep_process
-from rollout.slots import Listed, Slot, Source
+from rollout.slots import Listed
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally
-from rollout.trajectory import Group, generated_tokens
 from trainer.job.doorbell import Doorbell
 
 log = logging.getLogger(__name__)
@@ -85,18 +75,9 @@ class Process:
         """Number of the present or last order."""
         self._box = Mailbox.of_collector(spool, 0)
         self._making: Making | None = None
-        self._writer: PartWriter | None = None
-        self._counts: Callable[[Group], bool] = lambda _group: True
-        self._stop = threading.Event()
-        self._others_are_done = False
-        """Whether all other nodes have made their shares of the phase."""
-        self._lost: list[int] = []
-        """The ranks that are lost, as the node sees it."""
-        self._guests: dict[int, int] = {}
-        """The guests that are there, as the master sees it, and the incarnation of each."""
-        self._own: OwnChunks | None = None
-        """A guest's chunks."""
-        self._claimed: Claimed | None = None
+        self._collection: Collection | None = None
+        """The newest one: it may have finished groups that are not durable yet."""
+        self._node = NodeSide(self._send, self._ask, self._step)
         self._questions = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._steps = 0
@@ -119,20 +100,19 @@ class Process:
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "order" in message:
-            self._stop.clear()
-            self._others_are_done, self._lost, self._guests = False, [], {}
+            self._node.begin()
             self._obeying = own_task(self._obey(Order.from_json(message["order"])))
         elif "others_are_done" in message:
-            self._others_are_done = True
+            self._node.others_are_done = True
         elif "lost" in message:
-            self._lost, self._guests = message["lost"], dict(message["guests"])
+            self._node.lost, self._node.guests = message["lost"], dict(message["guests"])
         elif "leave" in message:
-            if self._claimed is not None:
-                self._claimed.leave()
+            if self._collection is not None:
+                self._collection.leave()
         elif "drop" in message:
             self._obeying = own_task(self._drop())
         elif "pause" in message:
-            self._stop.set()
+            self._node.stop.set()
         elif "flush" in message:
             own_task(self._flush_and_say())
         elif "answer" in message:
@@ -143,7 +123,10 @@ class Process:
     def send_log(self, record: logging.LogRecord, text: str) -> None:
         """Have the node log a line; for any thread."""
         event = getattr(record, "event", None)
-        self._box.send({"log": [record.levelno, record.name, text, event]})
+        self._send({"log": [record.levelno, record.name, text, event]})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._box.send(message)
 
     async def _tick(self) -> None:
         while True:
@@ -151,7 +134,7 @@ class Process:
             self._end_fork()
             if self._obeying is not None and not self._obeying.done():
                 steps, self._steps = self._steps, 0
-                self._box.send({"steps": steps})
+                self._send({"steps": steps})
 
     def _end_fork(self) -> None:
         """End this process if it is a fork by user code, which has come back to us twice."""
@@ -162,13 +145,13 @@ class Process:
         self._steps += 1
 
     def _say_begun(self, slot: int) -> None:
-        self._box.send({"begun": slot})
+        self._send({"begun": slot})
 
     async def _ask(self, question: str, argument: Any) -> Any:
         """Return the node's answer."""
         number = next(self._questions)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._box.send({"ask": question, "about": argument, "number": number})
+        self._send({"ask": question, "about": argument, "number": number})
         return await answer
 
     # ---- orders
@@ -177,7 +160,7 @@ class Process:
         if self._making is not None:
             making, self._making = self._making, None
             await making.end()
-        self._box.send({"ended": {}})
+        self._send({"ended": {}})
 
     async def _obey(self, order: Order) -> None:
         """Do an order, and say how it has ended."""
@@ -191,7 +174,7 @@ class Process:
             ended = {"error": describe_error(error)}
         self._end_fork()
         self._tally.say_counts()  # before whatever ends the phase is said, which may be the last line of all
-        self._box.send({"ended": ended})
+        self._send({"ended": ended})
 
     async def _made_by(self, order: Order) -> Making:
         """Return the Making of the order's groups: the one in flight, if the order goes on with that."""
@@ -207,9 +190,9 @@ class Process:
         """Make groups ahead of their phase, and hold them."""
         making = await self._made_by(order)
         began_s, ahead_s = time.monotonic(), 0.0
-        slots = await self._slots_of(order, order.slots)
+        slots = await slots_of(order, self._node, order.slots)
         beginning = own_task(making.collector.begin(Listed(slots)))
-        while not self._stop.is_set() and not beginning.done():
+        while not self._node.stop.is_set() and not beginning.done():
             await asyncio.sleep(LOOK_S / 5)
             if making.collector.is_busy:
                 ahead_s = time.monotonic() - began_s
@@ -222,154 +205,27 @@ class Process:
     async def _collect(self, order: Order) -> dict[str, Any]:
         """Make groups, and make them durable as they are finished."""
         making = await self._made_by(order)
-        run_dir = RunDir(Path(order.root), order.crew)
-        place = (order.kind, order.iteration, order.rank, order.epoch, order.origin)
-        self._writer, self._own, self._claimed = PartWriter(run_dir, *place, order.first_part), None, None
-        self._counts = order.quota.counts
-        collecting = own_task(self._make_all(order, run_dir, making.collector, self._writer))
-        flushing = own_task(self._flush_regularly(order))
-        try:
-            await asyncio.wait({collecting, flushing}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                flushing.result()  # raises: it never ends by itself
-            ended = collecting.result()
-        finally:
-            for task in (collecting, flushing):
-                task.cancel()
-            await asyncio.gather(collecting, flushing, return_exceptions=True)
+        self._collection = Collection(order, self._node, making.collector)
+        ended = await self._collection.run()
         self._making = None
         await making.end()
         return ended
 
-    async def _make_all(
-        self, order: Order, run_dir: RunDir, collector: Collector, writer: PartWriter
-    ) -> dict[str, Any]:
-        """Make the groups of an order; each goes to `writer`."""
-        counted = tokens = 0
-        source: Source = Listed([])
-
-        def show(slot: int | None = None) -> None:
-            total = source.expected if isinstance(source, Claimed) else source.needed
-            self._box.send({"reached": [counted, total, tokens], "made": slot})
-
-        def on_group(group: Group) -> None:
-            nonlocal counted, tokens
-            writer.add(group)
-            tokens += generated_tokens(group, order.iteration)
-            counted += order.quota.counts(group)
-            show(group.slot)
-
-        collector.keep(order.kept)
-        in_flight = len(collector.open_slots)
-        # What the plan leaves with this node must be made in any case.
-        again = sorted({*order.kept, *order.again} - {*collector.open_slots, *order.given_up})
-        for slot in await self._slots_of(order, list(order.given_up)):
-            on_group(slot.tombstone(order.given_up[slot.number]))
-        alone = [slot for slot in again if slot in order.alone]
-        for slot in await self._slots_of(order, alone):
-            self._box.send({"alone": slot.number})
-            source = Listed([slot])
-            await collector.run(source, on_group, self._stop)
-        self._box.send({"alone": None})
-        left = [slot for slot in again if slot not in alone]
-        source = await self._source(order, run_dir, collector, in_flight, left)
-        show()  # the start of an engine is no part of the speed
-
-        def made_elsewhere() -> int:
-            return max(0, order.quota.needed - source.needed) if self._others_are_done else 0
-
-        collector.made_elsewhere = made_elsewhere
-        try:
-            short = await collector.run(source, on_group, self._stop, in_flight)
-        finally:
-            if isinstance(source, Claimed):
-                self._box.send({"waited_s": source.waited_s})
-        self._box.send({"reached": [counted, source.needed, tokens], "made": None})
-        seconds = {str(slot): round(taken_s, 4) for slot, taken_s in collector.meter.seconds.items()}
-        from_guests = source.from_guests if isinstance(source, Claimed) else None
-        return {
-            "short": short,
-            **({"made": [seconds, collector.meter.width]} if seconds else {}),
-            **({"from_guests": asdict(from_guests)} if from_guests and from_guests.parts else {}),
-        }
-
-    async def _source(
-        self, order: Order, run_dir: RunDir, collector: Collector, kept: int, again: Sequence[int]
-    ) -> Source:
-        """Return the Source of an order's slots, those of `again` first; `kept` are in flight."""
-        if order.claimed is None:
-            slots = await self._slots_of(order, [*again, *order.slots])
-            return Listed(slots, len(again) + order.needed, kept)
-        claims = Claims(
-            run_dir, order.epoch, order.iteration, order.phase, order.rank,
-            lambda path: self._box.send({"claimed": str(path)}), order.incarnation,
-        )  # fmt: skip
-        first, counts, guests = await self._slots_of(order, again), order.quota.counts, None
-        if order.rank == MASTER:
-            presence = lambda: Presence(self._lost, self._guests)  # noqa: E731
-            guests = GuestChunks(claims, presence, order.guest_patience_s)
-        if order.rank >= GUESTS:
-            await asyncio.to_thread(claims.take_part, order.rank)
-            self._own = OwnChunks(claims, collector.meter, counts)
-        directory = run_dir.trajectories(order.kind, order.iteration)
-        self._claimed = Claimed(
-            order.claimed, claims, order.rank, kept, first, partial(self._slots_of, order), collector.meter,
-            order.claim_pause_s, self._step, lambda: self._lost,
-            lambda chunk: rest_of(chunk, directory, order.origin, counts), guests, self._own,
-        )  # fmt: skip
-        return self._claimed
-
-    async def _slots_of(self, order: Order, numbers: Sequence[int]) -> list[Slot]:
-        """Ask the node what slots are, and read what the iteration before has made of them."""
-        if not numbers:
-            return []
-        answers: list[dict[str, Any]] = await self._ask("slots", list(numbers))
-        run_dir = RunDir(Path(order.root), order.crew)
-        groups: dict[int, Group] = {}
-        if order.begun:
-            groups = await asyncio.to_thread(
-                unfinished_samples.read, run_dir, order.iteration, order.begun, list(numbers)
-            )
-        return [Slot(**fields, begun=groups.get(fields["number"])) for fields in answers]
-
     # ---- what is durable
-
-    async def _flush_regularly(self, order: Order) -> None:
-        while True:
-            await asyncio.sleep(order.settings.part_interval_s)
-            await self._flush()
-
-    async def _flush(self) -> None:
-        """Write what is finished, and tell the node which groups are durable."""
-        if self._writer is None or not self._writer.is_waiting:
-            return
-        if (refused := await self._ask("verify", None)) is not None:
-            raise EngineError(refused)
-        written = await asyncio.to_thread(self._writer.flush)  # on a slow filesystem an fsync takes seconds
-        if written is None:
-            return
-        if self._own is not None:
-            await asyncio.to_thread(self._own.make_durable, written)
-        counted = sum(map(self._counts, written.groups))
-        self._box.send({"durable": [group.slot for group in written.groups], "counted": counted})
 
     async def _flush_and_say(self) -> None:
         """Write what is left, for the node, which waits for it."""
         try:
-            await self._flush()
+            if self._collection is not None:
+                await self._collection.flush()
         except Exception as error:  # the node decides whether it asks again
-            self._box.send({"flushed": describe_error(error)})
+            self._send({"flushed": describe_error(error)})
         else:
-            self._box.send({"flushed": None})
+            self._send({"flushed": None})
 
     def say_full(self, error: SharedFsError) -> None:
         """Tell the node that a call here waits for free space; for any thread."""
-        self._box.send({"full": describe_error(error)})
-
-
-def own_task(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    """Run a coroutine of this program as a task that is none of an environment's."""
-    return asyncio.create_task(work, name=OURS)
+        self._send({"full": describe_error(error)})
 
 
 class _ToNode(logging.Handler):

@@ -78,7 +78,7 @@ class Machine:
     def die(self) -> None:
         """End the newest collector, which says nothing more."""
         self.process._box = cast(Any, SimpleNamespace(send=lambda _message: None, receive=lambda: []))
-        self.process._writer = None
+        self.process._collection = None
         task = next(task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "live")  # type: ignore[union-attr]
         task.cancel()
 

@@ -52,7 +52,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
     except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}") from error
+        raise SettingsError(f"--config {path}: {error.strerror}; give a .toml or .yaml file") from error
     except UnicodeDecodeError as error:
         raise SettingsError(
             f"--config {path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
@@ -61,7 +61,13 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
-    return dict(flatten(cast(dict[str, Any], tree)))
+    known, given = known_keys(), flatten(cast(dict[str, Any], tree))
+    # A section whose lines are all comments is nothing in YAML.
+    return {
+        key: value
+        for key, value in given
+        if value is not None or not any(name.startswith(f"{key}.") for name in known)
+    }
 
 
 def _parse_file(text: str, suffix: str) -> Any:
@@ -75,6 +81,7 @@ def _parse_file(text: str, suffix: str) -> Any:
     import yaml
 
     try:
+        _refuse_twice(cast(Any, yaml).compose(text, yaml.SafeLoader))
         tree = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
@@ -82,6 +89,16 @@ def _parse_file(text: str, suffix: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return {} if tree is None else tree
+
+
+def _refuse_twice(node: Any) -> None:
+    """Raise ValueError for a name that a table of a YAML document has twice: the first would be lost."""
+    names = set[str]()
+    for key, value in getattr(node, "value", ()) if getattr(node, "id", "") == "mapping" else ():
+        if isinstance(key.value, str) and key.value in names:
+            raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice; put them together")
+        names.add(str(key.value))
+        _refuse_twice(value)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -262,6 +279,9 @@ def _one_line(error: ValidationError, key: str = "") -> str:
             return f"{missing_key} is missing; give {table[3].format(missing_key)}"
         key = key if key in known_keys() or table else key.rpartition(".")[0] or key
     usual: Any = next((field.default for name, field in _fields(RunSettings) if name == key), None)
+    if first["type"] == "string_type" and type(first["input"]) is list and key.endswith("tasks"):
+        typed = show(cast("list[str]", first["input"]))
+        return f"{option_name(key)}={typed}: give files as a pattern, e.g. 'data/*.jsonl'"
     is_pair = (
         isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")
     )

@@ -184,9 +184,10 @@ _INSTEAD = {
     "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration": (
         "epochs num_epochs num_episodes num_train_epochs total_epochs"
     ),
+    "a file of settings is given as --config FILE": "config config_file",
     "a run is known by its directory: --log-path DIR": (
         "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name save_path "
-        "ckpt_path"
+        "ckpt_path log_path log_dir"
     ),
     "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation",
     "rows are packed without padding where the model can do that": (

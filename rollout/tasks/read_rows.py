@@ -36,6 +36,8 @@ def rows(source: str, *, default_split: str = "train", images: str = "images") -
             yield from _READERS.get(kind(file), read_json)(file, images)
         except FileNotFoundError:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
+            by_name = " (nothing is fetched: download it first)" if "://" in file else by_name
+            by_name = " (give several files as a pattern, e.g. 'data/*.jsonl')" if "," in file else by_name
             near = files.named_like(Path(file))
             raise RowError(
                 f"{file}: no such file{by_name}{near}; give a file of JSON lines, CSV, Parquet or Arrow, "

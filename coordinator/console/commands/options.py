@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 
 from coordinator.settings.loading import OPTIONS, REPEATED, TINY_DEFAULTS, option_name, show
-from coordinator.settings.tree import RunSettings
+from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.settings import TINY
 
 
@@ -39,8 +39,12 @@ def with_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def given_options(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings whose options were typed, by dotted name."""
-    return {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
+    """Return the settings whose options were typed, by dotted name; SettingsError for an empty one."""
+    given = {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
+    for key, value in given.items():
+        if value in ("", [""]):
+            raise SettingsError(f"{option_name(key)} is empty (a variable that is not set?); give a value")
+    return given
 
 
 def parameter_names() -> set[str]:

@@ -25,7 +25,8 @@ from coordinator.settings.loading import (
 from coordinator.settings.tree import SettingsError
 
 MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
-         "worker": "--worker RANK", "master": "--master", "metrics": "report"}  # fmt: skip
+         "version": "--version", "worker": "--worker RANK", "master": "--master",
+         "metrics": "report"}  # fmt: skip
 """Commands by other names."""
 
 
@@ -37,6 +38,8 @@ ALSO_CALLED = {
     "--nodes": ("--num-nodes", "--peers"),
     "--num-nodes": ("--peers",),
     "--rank": ("--worker",),
+    "-h": ("--help",),
+    **dict.fromkeys(("-v", "-V"), ("--version",)),
 }
 """What others, or other commands, call an option; the first that the command has is meant."""
 _WITH_COMMAS = ("--hosts", "--rank-weights", "--expect-gpus", "--gpus-per-node", "--cpus-per-node")

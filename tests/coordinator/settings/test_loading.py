@@ -565,3 +565,17 @@ def test_labelled_answers_are_refused_where_the_bad_ones_would_be_learnt_or_noth
     assert "add trainer.algorithm=kto" in refusal(trainer__algorithm="dpo", **given)
     chosen = build({"trainer.algorithm": "kto", "tasks": "tasks.jsonl"}).rollout
     assert (chosen.environment, chosen.samples_per_task) == ("labelled", 1)
+
+
+def test_section_without_lines_is_nothing_and_one_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("rollout:\n  # seed: 1\ntrainer: {passes: 2}\nengine.url: null\n")
+    assert read_file(path) == {"trainer.passes": 2, "engine.url": None}
+    path.write_text("rollout: {seed: 1}\ntrainer:\n  passes: 1\nrollout: {max_tokens: 8}\n")
+    with pytest.raises(SettingsError, match=r"line 4: rollout is there twice; put them together$"):
+        read_file(path)
+
+
+def test_list_of_files_is_answered_with_a_pattern() -> None:
+    with pytest.raises(SettingsError, match=r"^--tasks=a,b: give files as a pattern, e.g. 'data/\*.jsonl'$"):
+        build({"tasks": ["a", "b"]})

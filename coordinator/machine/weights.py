@@ -10,9 +10,9 @@ from typing import NamedTuple
 from coordinator.directory import published
 from coordinator.directory.published import Policy
 from coordinator.journal.events import Say
-from rollout.engines.admin import PROBE, TO_PROVE, EngineAdmin, WrongWeights, adapter_name
+from rollout.engines.admin import TO_PROVE, EngineAdmin, WrongWeights, adapter_name
 from rollout.engines.answers import EngineError
-from rollout.engines.model_dir import ADAPTER_CONFIG
+from rollout.engines.model_dir import ADAPTER_CONFIG, PROBE
 
 log = logging.getLogger(__name__)
 

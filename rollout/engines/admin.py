@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.engines.answers import GENERATE, EngineError, EngineFacts, prompt_logprobs, scoring_request
+from rollout.engines.answers import (
+    GENERATE,
+    WRONG_WEIGHTS,
+    EngineError,
+    EngineFacts,
+    prompt_logprobs,
+    scoring_request,
+)
 from rollout.engines.calls import Calls, EngineDead
 from rollout.engines.generated import Generated
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, tensor_names
+from rollout.engines.model_dir import PathLike, WeightsError, check_model_dir, is_adapter, tensor_names
 
 EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
 """vLLM's --worker-extension-cls by which its workers prove their weights."""
@@ -26,12 +33,6 @@ DROPPED = "dropped"
 """The weight version of an engine that sleeps without its weights."""
 LOOK_S = 0.05
 """How often a server that starts is asked whether it answers."""
-PROBE = "probe.json"
-"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, the right `prompt_logprobs`."""
-CONTENT = "content.json"
-"""Beside a model's weights: {"dtype": ..., "tensors": {name: sum}}, see rollout.engines.content."""
-OTHER_WEIGHTS = "it computes with other weights:"
-"""What a server says that cannot prove its weights; tensors and sums follow, then a full stop."""
 
 _ADAPTER = "policy-"
 
@@ -112,9 +113,7 @@ class EngineAdmin:
         """Set the digest of the weights that the engine was started with."""
         self._set_version(digest)
 
-    def reload(
-        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
-    ) -> None:
+    def reload(self, path: PathLike, digest: str, *, like: PathLike | None = None) -> None:
         """Replace the weights by those of a model directory. From then on `policy()` is `digest`.
 
         The files are verified first. If `like` is given, and whole, they must have the tensors (names and
@@ -150,9 +149,7 @@ class EngineAdmin:
         self._set_version(digest)
         self._calls.post("/resume")
 
-    def load_adapter(
-        self, path: str | os.PathLike[str], digest: str, *, like: str | os.PathLike[str] | None = None
-    ) -> None:
+    def load_adapter(self, path: PathLike, digest: str, *, like: PathLike | None = None) -> None:
         """Serve an adapter of the engine's model as `adapter_name(digest)`, in place of any earlier adapter.
         From then on `policy()` is `digest`. The files are verified first, as by `reload`.
 
@@ -232,9 +229,7 @@ class EngineAdmin:
             "GET", "/server_info?config_format=json", timeout_s=self._calls.drain_timeout_s
         )
 
-    def prove(
-        self, path: str | os.PathLike[str] | None = None, adapter: str | os.PathLike[str] | None = None
-    ) -> list[str]:
+    def prove(self, path: PathLike | None = None, adapter: PathLike | None = None) -> list[str]:
         """Have the server compare the weights that it computes with to the model directory `path`, and to the
         directory of an adapter. Returns the blocks of tensors that are not proved, because it changes them
         when it loads them. Raises WrongWeights if others differ.
@@ -247,13 +242,12 @@ class EngineAdmin:
         try:
             answer = self._calls.post("/collective_rpc", {"method": "prove_content", "kwargs": paths})
         except EngineError as error:
-            _, beginning, difference = str(error).partition(OTHER_WEIGHTS)
+            _, beginning, difference = str(error).partition(WRONG_WEIGHTS)
             if not beginning:
                 raise
             target = " and ".join(paths.values())
-            difference = re.split(r"""\.(?:['"]|$)""", difference)[
-                0
-            ]  # vLLM's answer goes on after the sentence
+            # vLLM's answer goes on after the sentence.
+            difference = re.split(r"""\.(?:['"]|$)""", difference)[0]
             raise WrongWeights(
                 f"{self._calls.base_url} was to serve {target}; {beginning}{difference}"
             ) from error
@@ -305,13 +299,11 @@ def _most_samples(scheduler: Mapping[str, Any]) -> int:
     return int((active in scheduler and scheduler[active]) or scheduler["max_num_seqs"])
 
 
-def _check(path: str | os.PathLike[str], like: str | os.PathLike[str] | None) -> None:
+def _check(path: PathLike, like: PathLike | None) -> None:
+    """Raise WeightsError unless the directory is whole and has the tensors of `like`."""
     check_model_dir(path)
-    if like is not None:
-        _check_same_tensors(path, like)
-
-
-def _check_same_tensors(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
+    if like is None:
+        return
     shapes = {name: shape for name, (_, shape) in tensor_names(path).items()}
     try:
         expected = {name: shape for name, (_, shape) in tensor_names(like).items()}

@@ -17,6 +17,8 @@ HOST_OF_SOCKET = "http://localhost"
 """What a request over a Unix socket says that it goes to."""
 EXCERPT = 500
 """Characters of an answer that an error shows."""
+WRONG_WEIGHTS = "it computes with other weights:"
+"""What a server says that cannot prove its weights; tensors and sums follow, then a full stop."""
 
 
 class EngineError(RuntimeError):

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollout.engines.admin import CONTENT, OTHER_WEIGHTS
-from rollout.engines.model_dir import WeightsError, check_model_dir, weight_files
+from rollout.engines.answers import WRONG_WEIGHTS
+from rollout.engines.model_dir import CONTENT, PathLike, WeightsError, check_model_dir, weight_files
 from rollout.storage import files
 from rollout.storage.retry import retry_library
 
@@ -45,7 +45,7 @@ class WrongContent(RuntimeError):
     """A server has other weights than it should; the message names blocks, tensors and sums."""
 
     def __init__(self, wrong: Mapping[str, str]) -> None:
-        super().__init__(f"{OTHER_WEIGHTS} {_few(list(wrong.values()))}.")
+        super().__init__(f"{WRONG_WEIGHTS} {_few(list(wrong.values()))}.")
 
 
 def content_sum(tensor: Tensor) -> int:
@@ -72,9 +72,7 @@ def content_document(sums: Mapping[str, int], dtype: torch.dtype) -> bytes:
     return f"{json.dumps({'dtype': _name(dtype), 'tensors': tensors})}\n".encode()
 
 
-def saved_sums(
-    directory: str | os.PathLike[str], dtype: torch.dtype, share: tuple[int, int] = (0, 1)
-) -> dict[str, int]:
+def saved_sums(directory: PathLike, dtype: torch.dtype, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
     """Return name -> sum of the floating-point tensors of a model directory, once they are served as `dtype`.
 
     They are taken from the file CONTENT, unless there is none or a server rounds to `dtype`; then from the
@@ -94,9 +92,7 @@ def saved_sums(
         raise WeightsError(f"{os.fspath(directory)}: cannot be read: {error!r}") from error
 
 
-def _saved_sums(
-    directory: str | os.PathLike[str], dtype: torch.dtype, reader: int, readers: int
-) -> dict[str, int]:
+def _saved_sums(directory: PathLike, dtype: torch.dtype, reader: int, readers: int) -> dict[str, int]:
     written = _read_content(directory)
     if written is not None and _is_within(getattr(torch, written["dtype"]), dtype):
         names = sorted(written["tensors"])[reader::readers]
@@ -111,7 +107,7 @@ def _saved_sums(
     return sums
 
 
-def _read_content(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+def _read_content(directory: PathLike) -> dict[str, Any] | None:
     """Return the document CONTENT of a model directory; None if it has none, or a user's file of the name."""
     # Clients of a shared directory cache missing names; a listing is fresh.
     if CONTENT not in files.listing(Path(directory)):

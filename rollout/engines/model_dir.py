@@ -30,6 +30,7 @@ _ITEM_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+PathLike = str | os.PathLike[str]
 _HEADER_LIMIT_BYTES = 100_000_000  # the limit of the safetensors library
 _POINTER_BYTES = 1024
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,6 +38,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FROZEN = "model-frozen.safetensors"
 """In a checkpoint: weights that no step changes. It is a hard link to that of the checkpoint before."""
+PROBE = "probe.json"
+"""Beside a checkpoint's weights: {"token_ids": [...], "logprobs": [...]}, the right `prompt_logprobs`."""
+CONTENT = "content.json"
+"""Beside a model's weights: {"dtype": ..., "tensors": {name: sum}}, see rollout.engines.content."""
 OTHER_WEIGHTS = (
     *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".ot", ".msgpack", ".gguf", ".ggml", ".tflite", ".nemo"),
     *(".onnx", ".onnx_data", ".onnx.data", ".distcp"),
@@ -52,7 +57,7 @@ class WeightsError(ValueError):
     """A model directory must not be loaded; the message names the file and the reason."""
 
 
-def is_adapter(path: str | os.PathLike[str]) -> bool:
+def is_adapter(path: PathLike) -> bool:
     """Return whether the directory holds an adapter, not a whole model."""
     names = _names(Path(path)) or []
     return ADAPTER_CONFIG in names and "config.json" not in names
@@ -65,14 +70,14 @@ def is_model_file(name: str) -> bool:
     return not name.startswith(".") and not name.endswith(OTHER_WEIGHTS)
 
 
-def model_files(path: str | os.PathLike[str]) -> list[str]:
+def model_files(path: PathLike) -> list[str]:
     """Return the files of a model, by their paths below its directory: weights, index, companions."""
     root = Path(path)
     index = [INDEX] if INDEX in (_names(root) or []) and not is_adapter(root) else []
     return [*weight_files(root), *index, *companions(root)]
 
 
-def companions(path: str | os.PathLike[str]) -> list[str]:
+def companions(path: PathLike) -> list[str]:
     """Return the files that go with a model's weights, by paths below its directory: all that are small and
     no weights of anybody, so configurations, tokenizer, templates, processors and code, also in folders.
     """
@@ -97,7 +102,7 @@ def _companions(root: Path, folder: str) -> list[str]:
 
 
 @contextmanager
-def copied(path: str | os.PathLike[str], names: Iterable[str]) -> Iterator[Path]:
+def copied(path: PathLike, names: Iterable[str]) -> Iterator[Path]:
     """Copy files of a model's directory, by their paths below it, into a temporary one for the time of the
     context. Where a call on a mount fails for a moment, our calls are repeated; transformers takes the file
     for missing, and goes on without it.
@@ -110,7 +115,7 @@ def copied(path: str | os.PathLike[str], names: Iterable[str]) -> Iterator[Path]
         yield Path(folder)
 
 
-def weight_files(path: str | os.PathLike[str]) -> list[str]:
+def weight_files(path: PathLike) -> list[str]:
     """Return the names of the files that hold the weights, as transformers chooses them. WeightsError if one
     is missing, or if another program would choose others.
     """
@@ -160,7 +165,7 @@ def listed_weights(root: Path) -> list[str]:
     return sorted(set(_weight_map(root / INDEX).values())) if INDEX in (_names(root) or []) else [WEIGHTS]
 
 
-def check_model_dir(path: str | os.PathLike[str]) -> None:
+def check_model_dir(path: PathLike) -> None:
     """Raise WeightsError unless the directory of a model or adapter is whole: its configuration parses, each
     *.safetensors file is whole (its header parses, its tensors fill the file exactly), and the index file, if
     there is one, matches. Reads headers only.
@@ -168,7 +173,7 @@ def check_model_dir(path: str | os.PathLike[str]) -> None:
     tensor_names(path)
 
 
-def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensor_names(path: PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor name -> (dtype as in safetensors, shape), of all files. Checks as check_model_dir does."""
     root = Path(path)
     names = _names(root)
@@ -191,7 +196,7 @@ def tensor_names(path: str | os.PathLike[str]) -> dict[str, tuple[str, tuple[int
     return tensors
 
 
-def adapter_scale(path: str | os.PathLike[str]) -> float:
+def adapter_scale(path: PathLike) -> float:
     """Return the factor of B A in the weights of an adapter's directory."""
     file = Path(path) / ADAPTER_CONFIG
     config = read_json(file)

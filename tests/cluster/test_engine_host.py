@@ -17,9 +17,9 @@ from coordinator.directory.published import Policy
 from coordinator.machine.children import Children
 from coordinator.machine.engine import Adapters, EngineHost
 from coordinator.protocol.exits import EpochChanged
-from rollout.engines.admin import PROBE, EngineAdmin
+from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineError, EngineFacts
-from rollout.engines.model_dir import WeightsError, policy_digest
+from rollout.engines.model_dir import PROBE, WeightsError, policy_digest
 from rollout.settings import EngineSettings
 from rollout.storage.hashing import checksums
 from tests.adapters import make_adapter

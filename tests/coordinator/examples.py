@@ -14,8 +14,7 @@ from coordinator.protocol.records import EpochRecord, Member
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
-from rollout.engines.admin import CONTENT, PROBE
-from rollout.engines.model_dir import policy_digest
+from rollout.engines.model_dir import CONTENT, PROBE, policy_digest
 from rollout.origin import Code, Origin, Sampling, described
 from rollout.storage import delta
 from rollout.storage.hashing import FileFacts, checksums

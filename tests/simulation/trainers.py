@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.engines.admin import PROBE
-from rollout.engines.model_dir import policy_digest
+from rollout.engines.model_dir import PROBE, policy_digest
 from rollout.storage import delta
 from rollout.storage.hashing import FileFacts, checksums, facts_of
 from tests.simulation.disk import Disk

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.model_dir import (
     ADAPTER_CONFIG,
+    CONTENT,
     FROZEN,
     INDEX,
+    PROBE,
     check_model_dir,
     companions,
     policy_digest,

@@ -14,9 +14,8 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from rollout.engines.admin import CONTENT
 from rollout.engines.content import content_document, content_sum
-from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FROZEN, read_tensors
+from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONTENT, FROZEN, read_tensors
 from rollout.storage import delta
 from rollout.storage.writer import Writer
 from trainer.checkpoint.outputs import Outputs

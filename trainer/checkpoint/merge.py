@@ -14,10 +14,16 @@ from typing import Any, Literal
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollout.engines.admin import CONTENT, PROBE
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.hub import fetch_model
-from rollout.engines.model_dir import ADAPTER_CONFIG, ADAPTER_WEIGHTS, companions, tensor_names
+from rollout.engines.model_dir import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONTENT,
+    PROBE,
+    companions,
+    tensor_names,
+)
 from trainer.documents import RESULT, STATE_DIR
 
 NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}

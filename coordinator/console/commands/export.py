@@ -16,8 +16,7 @@ from coordinator.directory.metrics_file import measured
 from coordinator.directory.published import Incomplete, is_part_of_model
 from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
-from rollout.engines.admin import CONTENT, PROBE
-from rollout.engines.model_dir import ADAPTER_CONFIG, is_adapter
+from rollout.engines.model_dir import ADAPTER_CONFIG, CONTENT, PROBE, is_adapter
 from rollout.engines.model_facts import takes_pictures
 from rollout.settings import TINY
 from rollout.storage import hashing

@@ -21,7 +21,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import plain
 from coordinator.protocol.exits import OUTCOMES
 from coordinator.settings.tree import SettingsError
-from rollout.engines.admin import CONTENT, PROBE
+from rollout.engines.model_dir import CONTENT, PROBE
 from rollout.storage import files
 
 FRESH_S = 0.5

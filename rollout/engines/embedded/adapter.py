@@ -6,7 +6,6 @@ once more while an adapter is being loaded.
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rollout.engines.content import check_adapter, content_sum
 from rollout.engines.model_dir import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    PathLike,
     WeightsError,
     adapter_scale,
     check_model_dir,
@@ -56,7 +56,7 @@ class MergedAdapter:
         """Whether an adapter is merged into the model's weights."""
         return bool(self._own)
 
-    def load(self, directory: str | os.PathLike[str]) -> None:
+    def load(self, directory: PathLike) -> None:
         """Replace the earlier adapter by this one. WeightsError changes nothing."""
         merged = dict(self._merged(directory))
         for layer, weight in {**self._own, **merged}.items():
@@ -68,7 +68,7 @@ class MergedAdapter:
         """Weight -> the sum of what it is without an adapter, for the layers that have had one."""
         return {f"{layer}.weight": [content_sum(weight)] for layer, weight in self._own.items()}
 
-    def check(self, directory: str | os.PathLike[str]) -> None:
+    def check(self, directory: PathLike) -> None:
         """Raise WrongContent unless the layers hold what this adapter makes of their own weights."""
         expected: dict[str, int] = {}
         served: dict[str, list[int]] = {}
@@ -80,7 +80,7 @@ class MergedAdapter:
             served[f"{layer}.weight"] = [content_sum(module.weight)]
         check_adapter(expected, [served])
 
-    def _merged(self, directory: str | os.PathLike[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    def _merged(self, directory: PathLike) -> Iterator[tuple[str, nn.Parameter]]:
         """Each layer that an adapter names, and its weight with that adapter."""
         check_model_dir(directory)
         if not is_adapter(directory):
@@ -97,7 +97,7 @@ class MergedAdapter:
             base: Tensor = self._own[layer] if layer in self._own else self._weight(layer, directory)
             yield layer, _sum(base, scale, tensors[name + _B], tensors[name + _A], name, directory)
 
-    def _weight(self, layer: str, directory: str | os.PathLike[str]) -> Tensor:
+    def _weight(self, layer: str, directory: PathLike) -> Tensor:
         try:
             module: Any = self._model.get_submodule(layer)
         except AttributeError:
@@ -110,9 +110,7 @@ class MergedAdapter:
         return module.weight
 
 
-def _sum(
-    base: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: str | os.PathLike[str]
-) -> nn.Parameter:
+def _sum(base: Tensor, scale: float, b: Tensor, a: Tensor, name: str, directory: PathLike) -> nn.Parameter:
     """Compute `base` + scale B A, (out, in), at least in float32."""
     if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != base.shape or a.shape[0] != b.shape[1]:
         raise WeightsError(

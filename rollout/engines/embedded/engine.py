@@ -6,7 +6,6 @@ with the model (pausing, new weights), between two steps.
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,18 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import AutoTokenizer
 
 from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
 from rollout.engines.embedded.batch import Generation, Row
 from rollout.engines.embedded.batch_choice import batch_maker, why_no_pictures
+from rollout.engines.embedded.endings import Endings
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.picture_input import Shown
 from rollout.engines.embedded.weights import ModelWeights
-from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import most_tokens, steady_tokens
-from rollout.engines.special_tokens import read_special_tokens
 from rollout.storage.retry import library_errors
 
 log = logging.getLogger(__name__)
@@ -46,27 +44,10 @@ class EngineBusy(RuntimeError):
     """Requests are running: pause first."""
 
 
-def in_front(tokenizer: Any) -> list[int]:
-    """Return tokens to decode a text behind: many tokenizers leave out the space that a text begins with."""
-    return tokenizer.encode("0", add_special_tokens=False)
-
-
-def completed_stop_string(row: Row, tokenizer: Any, before: list[int]) -> str | None:
-    """Return the stop string that the last token has completed. `before`: see `in_front`."""
-    # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
-    # tokenizer's context are enough. Earlier steps have looked at earlier tokens.
-    window = 4 * max(len(stop) for stop in row.generation.stop) + 4
-    front, text = (
-        tokenizer.decode([*before, *token_ids], skip_special_tokens=row.generation.skip_special)
-        for token_ids in ([], row.token_ids[-window:])
-    )
-    return next((stop for stop in row.generation.stop if stop in text[len(front) :]), None)
-
-
 class TorchEngine(threading.Thread):
     """Call `start()` first. Any thread may call the methods, which return futures."""
 
-    def __init__(self, model_dir: str | os.PathLike[str], *, dtype: torch.dtype, max_batch: int) -> None:
+    def __init__(self, model_dir: PathLike, *, dtype: torch.dtype, max_batch: int) -> None:
         super().__init__(name="engine", daemon=True)
         self._dtype = dtype
         self.max_batch = max_batch
@@ -79,11 +60,7 @@ class TorchEngine(threading.Thread):
         positions = most_tokens(Path(model_dir)) or 2**31 - 1
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", positions)
         self.max_model_len = int(steady_tokens(Path(model_dir)) or positions)
-        # For stop strings; a tokenizer of its own, because two threads must not share one.
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        self._before = in_front(self._tokenizer)
-        # The classes of transformers have defaults of other models where a configuration is silent.
-        self._end_ids = {*read_special_tokens(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
+        self._endings = Endings(model_dir)
         self._batch_maker = batch_maker(model)
         self._batch = self._batch_maker(model)
         self._adapter = MergedAdapter(model)
@@ -140,13 +117,13 @@ class TorchEngine(threading.Thread):
         """Why the model cannot be shown pictures, found out by this one; empty if it can."""
         return self._call(lambda: self._why_no_pictures(example))
 
-    def reload(self, model_dir: str | os.PathLike[str]) -> "Future[None]":
+    def reload(self, model_dir: PathLike) -> "Future[None]":
         """Replace the weights. The new ones are read beside the old ones, which they replace only when they
         are whole. WeightsError, or EngineBusy if requests run, changes nothing.
         """
         return self._call(lambda: self._reload(model_dir))
 
-    def load_adapter(self, adapter_dir: str | os.PathLike[str]) -> "Future[None]":
+    def load_adapter(self, adapter_dir: PathLike) -> "Future[None]":
         """Merge an adapter into the model's own weights, in place of the earlier one. Errors change nothing,
         as in `reload`.
         """
@@ -157,9 +134,7 @@ class TorchEngine(threading.Thread):
 
         return self._call(load)
 
-    def prove(
-        self, model_dir: str | os.PathLike[str] | None, adapter_dir: str | os.PathLike[str] | None
-    ) -> "Future[list[str]]":
+    def prove(self, model_dir: PathLike | None, adapter_dir: PathLike | None) -> "Future[list[str]]":
         """Compare the weights to those of a directory, as WorkerExtension.prove_content does for vLLM."""
         return self._call(lambda: self._prove(model_dir, adapter_dir))
 
@@ -211,8 +186,7 @@ class TorchEngine(threading.Thread):
                 row.generation.started = True
                 rows.append(row)
         if rows:
-            begin = len(self._batch.rows)
-            self._take(begin, *self._batch.join(rows))
+            self._take(len(self._batch.rows), *self._batch.join(rows))
 
     def _may_start_next(self) -> bool:
         """Return whether the first waiting row may start. While paused, only a row of a started
@@ -228,7 +202,7 @@ class TorchEngine(threading.Thread):
         for i, (row, token, logprob) in enumerate(zip(rows[begin:], tokens, logprobs, strict=True), begin):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            row.finish_reason = self._finish_reason(row)
+            row.finish_reason = self._endings.finish_reason(row)
             if row.finish_reason is not None:
                 self.completions += 1
                 _deliver(row.generation)
@@ -236,18 +210,6 @@ class TorchEngine(threading.Thread):
                 going_on.append(i)
         if len(going_on) < len(rows):
             self._batch.keep(going_on)
-
-    def _finish_reason(self, row: Row) -> str | None:
-        generation = row.generation
-        if (last := row.token_ids[-1]) in self._end_ids:
-            return "stop"
-        if last in generation.stop_ids:
-            row.stop_reason = last
-        elif generation.stop:
-            row.stop_reason = completed_stop_string(row, self._tokenizer, self._before)
-        if row.stop_reason is not None:
-            return "stop"
-        return "length" if len(row.token_ids) >= generation.max_tokens else None
 
     def _abort(self) -> None:
         for row in [*self._batch.rows, *self._waiting]:
@@ -266,7 +228,7 @@ class TorchEngine(threading.Thread):
         if self._batch.rows or any(row.generation.started for row in self._waiting):
             raise EngineBusy("requests are running: POST /pause?mode=wait first")
 
-    def _reload(self, model_dir: str | os.PathLike[str]) -> None:
+    def _reload(self, model_dir: PathLike) -> None:
         self._check_drained()
         if self._adapter.is_there or not self._weights.take(model_dir):
             self._weights = ModelWeights(model_dir, self._dtype, like=self._batch.model)
@@ -282,9 +244,7 @@ class TorchEngine(threading.Thread):
             self._takes_no_pictures = padding or why_no_pictures(self._batch.model, example)
         return self._takes_no_pictures
 
-    def _prove(
-        self, model_dir: str | os.PathLike[str] | None, adapter_dir: str | os.PathLike[str] | None
-    ) -> list[str]:
+    def _prove(self, model_dir: PathLike | None, adapter_dir: PathLike | None) -> list[str]:
         if model_dir is None and self._proof.has_begun:
             return self._proof.unproved
         expected = saved_sums(model_dir or self.model_dir, self._dtype)

@@ -14,7 +14,7 @@ from typing import Any
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.bodies import BadRequest, parse_body
 from rollout.engines.client import EngineClient
-from rollout.engines.model_dir import companions, copied
+from rollout.engines.model_dir import PathLike, companions, copied
 from rollout.origin import Sampling
 from rollout.pictures import digest_of
 from rollout.processes.killable_process import CallFailed, CallLost
@@ -37,7 +37,7 @@ class LocalTokenizer(EngineClient):
     first text, takes no torch, and stays for the next iteration.
     """
 
-    def __init__(self, model_dir: str | os.PathLike[str], images: Path | None = None) -> None:
+    def __init__(self, model_dir: PathLike, images: Path | None = None) -> None:
         """`images`: the directory of the run's pictures; None: there is none yet."""
         super().__init__("", images=images)
         self._model_dir = os.path.abspath(model_dir)

@@ -8,7 +8,6 @@ ids of tokens: a policy may write the placeholder itself.
 
 import functools
 import inspect
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollout.engines.model_dir import PathLike
 from rollout.engines.model_facts import feature_token
 from rollout.pictures import digest_of, open_picture
 
@@ -54,7 +54,7 @@ class Shown:
 class PictureReader:
     """The processor of one model. Used by one thread at a time."""
 
-    def __init__(self, model_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, model_dir: PathLike) -> None:
         """Load it from `model_dir`. It needs no torchvision, and where that is installed it is not used, so
         that all nodes compute the same. Raises what transformers raises.
         """

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from rollout.engines.bodies import BadRequest
 from rollout.engines.completion import whole_characters
 from rollout.engines.embedded.protocol import TokenizeBody
-from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import placeholder
 from rollout.pictures import pictures_in
 
@@ -27,7 +27,7 @@ _CONTEXT_TOKENS = 6
 class Texts:
     """The tokenizer of one model. Used by one thread."""
 
-    def __init__(self, model_dir: str | os.PathLike[str], name: str = "") -> None:
+    def __init__(self, model_dir: PathLike, name: str = "") -> None:
         """Load it from `model_dir`, which messages call `name`."""
         self._name = name or os.fspath(model_dir)
         self._tokenizer = AutoTokenizer.from_pretrained(

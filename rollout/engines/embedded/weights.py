@@ -1,7 +1,6 @@
 """Read the weights of the embedded engine's model, and replace them by those of another directory."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from rollout.engines.model_dir import WeightsError, check_model_dir, is_adapter, weight_files
+from rollout.engines.model_dir import PathLike, WeightsError, check_model_dir, is_adapter, weight_files
 from rollout.engines.model_facts import keep_causal, keep_frequencies
 
 _UNIMPORTANT = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -28,7 +27,7 @@ class ModelWeights:
 
     def __init__(
         self,
-        model_dir: str | os.PathLike[str],
+        model_dir: PathLike,
         dtype: torch.dtype,
         like: PreTrainedModel | None = None,
     ) -> None:
@@ -50,7 +49,7 @@ class ModelWeights:
                     f"{old.get(name)}: another architecture is no new version of it"
                 )
 
-    def take(self, model_dir: str | os.PathLike[str]) -> bool:
+    def take(self, model_dir: PathLike) -> bool:
         """Put the tensors of another version into the model. Its files must name them as the model does.
 
         Else returns False and changes nothing (transformers renames some tensors when it reads them, or the
@@ -88,9 +87,7 @@ def auto_model(model_type: str) -> Any:
     return AutoModelForImageTextToText if takes_pictures and not is_of_text else AutoModelForCausalLM
 
 
-def load_model(
-    model_dir: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"], **more: Any
-) -> PreTrainedModel:
+def load_model(model_dir: PathLike, dtype: torch.dtype | Literal["auto"], **more: Any) -> PreTrainedModel:
     """Return the model, ready to generate, or to be trained. `more`: for `from_pretrained`. Raises
     WeightsError if files are damaged, or if tensors are missing or have other shapes.
     """
@@ -120,7 +117,7 @@ def load_model(
     return model.eval()
 
 
-def refuse_incomplete(model_dir: str | os.PathLike[str], model: Any, info: Mapping[str, Any]) -> None:
+def refuse_incomplete(model_dir: PathLike, model: Any, info: Mapping[str, Any]) -> None:
     """Raise WeightsError unless the files hold all tensors of the model, in their shapes: transformers fills
     the others at random. `info`: what `from_pretrained` tells of the loading.
     """
@@ -139,7 +136,7 @@ def refuse_incomplete(model_dir: str | os.PathLike[str], model: Any, info: Mappi
         )
 
 
-def _config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def _config(model_dir: PathLike) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_bytes())
     return {key: value for key, value in config.items() if key not in _UNIMPORTANT}
 

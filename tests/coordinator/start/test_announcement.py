@@ -13,7 +13,7 @@ from coordinator.start import inputs
 from coordinator.start.announcement import announcement
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master
-from rollout.engines.kinds import vllm
+from rollout.engines.kinds import vllm_installed
 from rollout.engines.kinds.choice import engine_kind
 from tests.models import write_model
 from tests.rollout.environments.openenv_server import Action, Observation, Server
@@ -117,7 +117,7 @@ def test_node_of_several_gpus_says_how_many_a_replica_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, gpus: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: True)
     small = [{"name": "small", "memory_bytes": 2_000_000}, {"name": "large", "memory_bytes": 9_000_000}]
     for module in (announcement_module, gpus_module):
         monkeypatch.setattr(module, "list_gpus", lambda: (small, ""))

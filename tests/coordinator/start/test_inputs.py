@@ -12,7 +12,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start import eval_tasks, inputs, run_json, start
 from coordinator.start.request import StartRequest
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.kinds import embedded, vllm
+from rollout.engines.kinds import embedded, vllm_installed
 from rollout.rewards.resolve import resolve_reward
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.models import make_model
@@ -20,7 +20,7 @@ from tests.models import make_model
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: False)
 
 
 @pytest.mark.usefixtures("no_vllm")
@@ -52,7 +52,7 @@ def test_run_that_never_evaluates_needs_no_rows_for_it(monkeypatch: pytest.Monke
 
 def test_gpus_that_replicas_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: True)
     settings = loading.build({"engine.kind": "vllm", "engine.tensor_parallel_size": 2})
     with pytest.raises(SettingsError, match=r"tensor_parallel_size=2 does not divide the 3 GPUs"):
         inputs.load_inputs(settings, {})
@@ -75,7 +75,7 @@ def test_engine_and_trainer_that_would_round_weights_differently_are_refused(
     gpus: str, given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: True)
     with pytest.raises(SettingsError, match=words) as refused:
         inputs.load_inputs(loading.build(given), {})
     assert "\n" not in str(refused.value)
@@ -99,13 +99,13 @@ def test_engine_that_rounds_as_training_does_is_taken(
     gpus: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: True)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: True)
     inputs.load_inputs(loading.build(given), {})
 
 
 def test_large_model_on_gpus_without_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(vllm, "is_installed", lambda _module: False)
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: False)
     given = {"model": str(make_model(tmp_path / "model", seed=0))}
     inputs.load_inputs(loading.build(given), {})
     monkeypatch.setattr(embedded, "SLOW_PARAMETERS", 1000)

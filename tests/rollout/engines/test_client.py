@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engines import client as client_module
+from rollout.engines import connection
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import GENERATE, EngineError, EngineFacts, RequestRefused, parse_answer
 from rollout.engines.client import EngineClient
@@ -201,7 +201,7 @@ def test_request_that_alone_is_answered_with_an_error_is_refused(monkeypatch: py
     good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
     with pytest.raises(RequestRefused, match=r"500: no token may follow; .* answers another request"):
         generate_from(good, retry_s=0.2)
-    monkeypatch.setattr(client_module, "_FAILING_S", 0.5)
+    monkeypatch.setattr(connection, "_FAILING_S", 0.5)
     for fails in (http_answer("500 Internal Server Error", "engine died"), hang):
         with pytest.raises(EngineError, match="500: no token may follow") as raised:
             generate_from(fails, retry_s=0.2)
@@ -211,7 +211,7 @@ def test_request_that_alone_is_answered_with_an_error_is_refused(monkeypatch: py
 def test_server_that_takes_its_time_for_each_error_is_given_up_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr(connection, "LONGEST_RETRY_S", 0.05)
 
     async def slow_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)
@@ -230,7 +230,7 @@ def test_error_of_a_server_that_recovers_is_tried_again() -> None:
 def test_adapter_that_a_restarted_engine_does_not_have_yet_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "_FAILING_S", 0.0)
+    monkeypatch.setattr(connection, "_FAILING_S", 0.0)
     good = http_answer("200 OK", json.dumps({"choices": [CHOICE]}))
     absent = [http_answer("404 Not Found", "no such model")] * 2
     with pytest.raises(EngineError, match="404: no such model"):

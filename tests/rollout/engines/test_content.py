@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout.engines.admin import CONTENT
 from rollout.engines.content import (
     Proof,
     WrongContent,
@@ -18,6 +17,7 @@ from rollout.engines.content import (
     differences,
     saved_sums,
 )
+from rollout.engines.model_dir import CONTENT
 
 MODULUS = 2**64
 Q, K, V, GATE, UP = (torch.randn(shape, 6) * 0.02 for shape in (8, 4, 4, 10, 10))

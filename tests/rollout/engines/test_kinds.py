@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from rollout.engines.admin import EngineAdmin
-from rollout.engines.kinds import vllm as module
+from rollout.engines.kinds import vllm_installed
 from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.choice import KINDS, engine_kind
 from rollout.engines.kinds.embedded import Embedded
 from rollout.engines.kinds.kind import Server, ServerSettingError
-from rollout.engines.kinds.vllm import Vllm, fewest_gpus
+from rollout.engines.kinds.vllm import VARIABLES, Vllm, fewest_gpus
 from rollout.settings import EngineSettings
 from tests.models import write_model
 
@@ -38,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
             return "0.32.0"
 
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(module, "is_installed", lambda _module: bool(name))
+        monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: bool(name))
 
     return install
 
@@ -105,9 +105,7 @@ def test_deterministic_vllm_is_started_so_and_gets_the_seed_of_each_sample(insta
         engine = Vllm(EngineSettings(deterministic=deterministic), gpus=2)
         engine.check()
         server = engine.command("/models/m", SOCKET)
-        assert (
-            server.env.get("VLLM_BATCH_INVARIANT") == variable and "VLLM_BATCH_INVARIANT" in module.VARIABLES
-        )
+        assert server.env.get("VLLM_BATCH_INVARIANT") == variable and "VLLM_BATCH_INVARIANT" in VARIABLES
         engine.proves = False  # so that no server is asked
         assert engine.facts(EngineAdmin("http://127.0.0.1:1"), server).is_seeded == deterministic
 

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from rollout.engines.admin import CONTENT
 from rollout.engines.content import saved_sums
-from rollout.engines.model_dir import WeightsError, check_model_dir, policy_digest, tensor_names
+from rollout.engines.model_dir import CONTENT, WeightsError, check_model_dir, policy_digest, tensor_names
 from rollout.storage import delta, files, hashing, retry, writer
 from rollout.storage.hashing import checksums
 from rollout.storage.writer import Writer

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from rollout.counter_rng import uniforms
 from rollout.engines.embedded import engine as engine_module
 from rollout.engines.embedded.batch import Generation, Row, draw
-from rollout.engines.embedded.engine import EngineStopped, TorchEngine, completed_stop_string, in_front
+from rollout.engines.embedded.endings import completed_stop_string, in_front
+from rollout.engines.embedded.engine import EngineStopped, TorchEngine
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.models import EOS

@@ -6,25 +6,25 @@ import json
 import logging
 import os
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout.storage import files, hashing, once, retry
+from rollout.storage import files, hashing, retry
 from rollout.storage.files import SharedFsError, make_directory, publish, remove_tree
 from rollout.storage.lines import append_line
 from rollout.storage.once import create_once
 from rollout.storage.writer import copy_of, write
-from tests.faultfs import FaultFs, unavailable
+from tests.faultfs import FaultFs
 
 LONG_S = 1000.0
 LYING = {"lie_rate": 0.3}
 FAILING = {"error_rate": 0.1}
+pytestmark = pytest.mark.usefixtures("soon_settled")
 
 
 def facts_of(directory: Path) -> dict[str, dict[str, Any]]:
@@ -33,20 +33,6 @@ def facts_of(directory: Path) -> dict[str, dict[str, Any]]:
     return {
         name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in found.items()
     }
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[FaultFs]:
-    if reason := unavailable():
-        pytest.skip(reason)
-    with FaultFs(tmp_path / "fs", 2) as mounts:
-        yield mounts
-        mounts.thaw()
-
-
-@pytest.fixture(autouse=True)
-def soon_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "TORN_S", 0.3)
 
 
 def eventually(call: Callable[[], object], limit_s: float = 60.0) -> float:
@@ -237,91 +223,6 @@ def test_large_file_is_copied_and_hashed_where_no_attempt_could_read_all_of_it(
     shared.set(error_rate=0.1, errors=("EIO", "ESTALE"))
     assert hashing.file_facts(shared[0].path / "model") == hashing.facts_of(data)
     assert write(tmp_path / "copy", copy_of(shared[1].path / "model")) == hashing.facts_of(data)
-
-
-def race(shared: FaultFs, rounds: int) -> None:
-    """Two clients claim the same numbers; of each, exactly one has won, and its record is whole."""
-    claimed = [shared[mount].path for mount in range(2)]
-    barrier = threading.Barrier(2)
-
-    def claim(mount: int) -> list[bool]:
-        won: list[bool] = []
-        for number in range(rounds):
-            barrier.wait(60)
-            record = json.dumps({"by": mount, "number": number, "more": "x" * 200})
-            won.append(create_once(claimed[mount] / f"{number}", record.encode()))
-        return won
-
-    with ThreadPoolExecutor(2) as pool:
-        winners = list(pool.map(claim, range(2)))
-    shared.set(error_rate=0, lie_rate=0)
-    for number in range(rounds):
-        by = json.loads((shared.backing / f"{number}").read_bytes())["by"]
-        assert [winners[0][number], winners[1][number]] == [by == 0, by == 1]
-
-
-@pytest.mark.parametrize("faults", [{}, FAILING, LYING], ids=["calm", "errors", "lies"])
-@pytest.mark.parametrize("no_links", ["", "EPERM"], ids=["links", "no links"])
-def test_race_has_one_winner_who_knows_it(shared: FaultFs, no_links: str, faults: dict[str, float]) -> None:
-    shared.set(no_links=no_links, **faults)
-    race(shared, 40 if no_links and faults else 100)
-
-
-@pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS", "EOPNOTSUPP"])
-def test_filesystem_without_hard_links_creates_once(shared: FaultFs, refusal: str) -> None:
-    shared.set(no_links=refusal)
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    assert create_once(one, b'{"by": 1}') and not create_once(two, b'{"by": 2}')
-    assert files.read(two) == b'{"by": 1}'
-
-
-@pytest.mark.parametrize("torn", [b"", b'{"iteration": 1, "ta'], ids=["empty", "half"])
-@pytest.mark.parametrize("no_links", ["", "EPERM"], ids=["links", "no links"])
-def test_torn_file_is_created_anew(shared: FaultFs, no_links: str, torn: bytes) -> None:
-    shared.set(no_links=no_links)
-    path = shared[0].path / "iteration.json"
-    path.write_bytes(torn)
-    assert create_once(path, b'{"iteration": 1}')
-    assert files.read(path) == b'{"iteration": 1}'
-
-
-def test_file_that_appears_slowly_is_waited_for(shared: FaultFs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "TORN_S", 30.0)
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    with open(one, "xb", buffering=0) as slow, ThreadPoolExecutor(1) as pool:
-        other = pool.submit(create_once, two, b'{"by": 2}')
-        slow.write(b'{"by"')
-        assert not other.done()
-        slow.write(b": 1}")
-        assert other.result(60) is False
-    assert files.read(two) == b'{"by": 1}'
-
-
-@pytest.mark.parametrize("claim", [b"", b"half of a claim"], ids=["empty", "half"])
-def test_claim_of_a_dead_creator_is_skipped(shared: FaultFs, claim: bytes) -> None:
-    shared.set(no_links="EPERM")
-    path = shared[0].path / "a"
-    path.with_name(".a.claim0.tmp").write_bytes(claim)
-    assert create_once(path, b'{"by": 2}')
-    assert files.read(path) == b'{"by": 2}'
-
-
-def test_file_is_published_for_a_creator_that_died_before_it_could(shared: FaultFs) -> None:
-    shared.set(no_links="EPERM")
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    assert create_once(one, b'{"by": 1}')
-    one.unlink()
-    assert create_once(two, b'{"by": 2}') is False
-    assert files.read(one) == b'{"by": 1}'
-
-
-def test_withdrawn_file_is_created_again(shared: FaultFs) -> None:
-    shared.set(no_links="EPERM")
-    path = shared[0].path / "manifest.json"
-    assert create_once(path, b'{"parts": 1}')
-    once.withdraw(path, path.with_suffix(".damaged"))
-    assert create_once(path, b'{"parts": 2}')
-    assert files.read(path.with_suffix(".damaged")) == b'{"parts": 1}'
 
 
 # ---- a filesystem that does not take it

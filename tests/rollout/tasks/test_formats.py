@@ -1,6 +1,5 @@
 """Tasks in other formats than JSON lines: the same tasks, mapped columns, and errors that name the row."""
 
-import csv
 import json
 import os
 import subprocess
@@ -18,10 +17,17 @@ import pytest
 from rollout.settings import RolloutSettings
 from rollout.tasks import stored
 from rollout.tasks.sampling import draw
-from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
-
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
+from rollout.tasks.task_set import TaskError, load_tasks
+from tests.rollout.tasks.row_files import (
+    load,
+    parquet,
+    pyarrow,
+    write_arrow_file,
+    write_arrow_stream,
+    write_csv,
+    write_jsonl,
+    write_parquet,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+2=", "answer": "3", "source": "easy"},
@@ -31,50 +37,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()})
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
-    parquet.write_table(table, path, row_group_size=2)
-
-
-def write_arrow_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    _write_arrow(path, rows, pyarrow.ipc.new_file)
-
-
-def write_arrow_stream(path: Path, rows: list[dict[str, Any]]) -> None:
-    _write_arrow(path, rows, pyarrow.ipc.new_stream)
-
-
-def _write_arrow(path: Path, rows: list[dict[str, Any]], new: Callable[..., Any]) -> None:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-
-
 FORMATS = [
     ("tasks.csv", write_csv),
     ("tasks.parquet", write_parquet),
     ("tasks.arrow", write_arrow_file),
     ("tasks.arrow", write_arrow_stream),
 ]
-
-
-def load(source: Path | str, columns: dict[str, str] | None = None) -> TaskSet:
-    return load_tasks(str(source), seed=0, split="train", columns=columns)
 
 
 @pytest.fixture(params=[0, stored.KEEP_BYTES], ids=["in a file", "in memory"])
@@ -150,24 +118,6 @@ def test_messages_that_are_a_text_are_one_message_of_the_user(tmp_path: Path) ->
     for name in ("tasks.csv", "tasks.jsonl"):
         (task,) = load(tmp_path / name, {"messages": "question"}).tasks
         assert task["messages"] == [{"role": "user", "content": "What is 1+2?"}]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"prompt,answer\na,3\nb, 4, 5\n", ", row 2: has 3 cells, but the header has 2; put quotes around"),
-        (b"prompt,prompt\na,b\n", ": the header has the column 'prompt' twice"),
-        (b"prompt\n\xff\n", ", row 1: not UTF-8; save the file as UTF-8"),
-        (b'prompt\n"a\n', ", row 1: not CSV: unexpected end of data"),
-        (b"messages\n[{\n", ", row 1: `messages` is not JSON"),
-        (b"", ": holds no task"),
-    ],
-)
-def test_bad_csv_is_an_error_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
-    (tmp_path / "tasks.csv").write_bytes(content)
-    with pytest.raises(TaskError) as raised:
-        load(tmp_path / "tasks.csv")
-    assert str(raised.value).startswith(f"{tmp_path}/tasks.csv{reason}") and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["tasks.parquet", "tasks.arrow"])
@@ -326,168 +276,6 @@ def test_format_of_an_extra_that_is_not_there_names_the_extra(
 
 
 # ---- hf:
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Loads sources, each with its split, in a process of their own, with its cache below the test's
-    directory: `datasets` reads its variables when it is imported.
-    """
-    write_parquet_split(tmp_path / "gsm" / "train.parquet", 3)
-    write_parquet_split(tmp_path / "gsm" / "test.parquet", 2)
-
-    def loaded(*sources: tuple[str, str]) -> list[Any]:
-        script = (
-            "import json, sys; from rollout.tasks.task_set import load_tasks, TaskError\n"
-            "for source, split in json.loads(sys.argv[1]):\n"
-            "    try:\n"
-            "        found = load_tasks(source, seed=0, split=split, columns={'prompt': 'question'})\n"
-            "        about = found.digest, found.place(0), 'torch' in sys.modules\n"
-            "        print(json.dumps([*found.tasks, *about]))\n"
-            "    except TaskError as error: print(json.dumps(str(error)))\n"
-            "from logging import getLogger\n"  # what they say is in the log of the process: not twice
-            "assert not getLogger('datasets').handlers + getLogger('huggingface_hub').handlers"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps(sources).replace("GSM", str(tmp_path / "gsm"))],
-            capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3],
-            env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        said = [json.loads(line) for line in done.stdout.splitlines()]
-        return [each if isinstance(each, str) else (each[:-3], *each[-3:]) for each in said]
-
-    return loaded
-
-
-def write_parquet_split(path: Path, size: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    parquet.write_table(
-        pyarrow.table({"question": [f"{path.stem} {n}" for n in range(size)], "answer": ["1"] * size}), path
-    )
-
-
-def test_data_set_is_loaded_by_name_and_split_with_the_digest_of_its_tasks(
-    hub: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    (tasks, digest, place, has_torch), (first, *_) = hub(
-        ("hf:GSM:train", "train"), ("hf:GSM:default:test[:1]", "train")
-    )
-    assert tasks == [{"prompt": f"train {n}", "answer": "1", "id": str(n + 1)} for n in range(3)]
-    assert place == f"hf:{tmp_path}/gsm:train, row 1" and not has_torch
-    assert digest == load(tmp_path / "gsm" / "train.parquet", {"prompt": "question"}).digest
-    assert [task["prompt"] for task in first] == ["test 0"]
-
-
-def test_data_set_without_a_split_trains_on_train_and_evaluates_on_test(
-    hub: Callable[..., list[Any]],
-) -> None:
-    found = hub(("hf:GSM", "train"), ("hf:GSM", "eval"))
-    assert [tasks[0]["prompt"] for tasks, *_ in found] == ["train 0", "test 0"]
-
-
-def test_data_set_that_cannot_be_loaded_is_an_error_in_one_line(hub: Callable[..., list[Any]]) -> None:
-    reasons = {
-        "hf:GSM:dev": "Unknown split",
-        "hf:GSM:other:train": "BuilderConfig 'other' not found",
-        "hf:nobody/nothing": "datasets cannot load it",
-        "hf:": "write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT",
-    }
-    for said, reason in zip(hub(*((source, "train") for source in reasons)), reasons.values(), strict=True):
-        assert isinstance(said, str) and reason in said and "\n" not in said, said
-
-
-DOCUMENTS = {
-    "array": [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}],
-    "array in an object": {
-        "version": 1,
-        "data": [{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}],
-    },
-    "columns": {"prompt": ["a", "c"], "answer": ["b", "d"]},
-    "columns of pandas": {"prompt": {"0": "a", "1": "c"}, "answer": {"0": "b", "1": "d"}},
-}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-@pytest.mark.parametrize("indent", [None, 1])
-def test_json_document_has_the_rows_of_its_array(tmp_path: Path, document: str, indent: int | None) -> None:
-    if document.startswith("columns") and indent is None:
-        pytest.skip("one line is one row")
-    path = tmp_path / "tasks.json"
-    path.write_text(json.dumps(DOCUMENTS[document], indent=indent), encoding="utf-8-sig")
-    tasks = load_tasks(str(path), seed=0, split="train").tasks
-    found = [(task["id"], task["prompt"], task["answer"]) for task in tasks]
-    assert found == [("1", "a", "b"), ("2", "c", "d")]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            '{"a": [{}],\n "b": [{}]}',
-            "is one JSON object, with rows in each of a, b; write one JSON object a line",
-        ),
-        ('{"a": 1,\n "b": 2}', "is one JSON object, with no rows; write one JSON object a line"),
-        ('[\n{"prompt": "a"},\n{}]', "tasks.json, row 2: give either"),
-        ('[\n{"prompt": "a"},', "not JSON"),
-    ],
-)
-def test_json_document_without_rows_says_what_is_wanted(tmp_path: Path, text: str, reason: str) -> None:
-    path = tmp_path / "tasks.json"
-    path.write_text(text)
-    with pytest.raises(TaskError, match=reason):
-        load_tasks(str(path), seed=0, split="train")
-
-
-def test_object_over_lines_that_is_a_task_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.json"
-    for task in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
-        for indent in (None, 1):
-            path.write_text(json.dumps(task, indent=indent))
-            assert len(load_tasks(str(path), seed=0, split="train").tasks) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("t.tsv", b"prompt\tanswer\n1\t2\n", "a file of the kind .tsv is not known: make it .jsonl, .csv"),
-        ("t.pkl", b"\x80\x04", "a file of the kind .pkl is not known"),
-        ("t.jsonl.gz", b"\x1f\x8b", "it is packed: unpack it first"),
-        ("t.jsonl", b"\x28\xb5\x2f\xfd", "it is packed: unpack it first"),
-        ("t.json", b"PAR1\x15", "it is Parquet: name it .parquet"),
-        ("t.jsonl", b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` there"),
-        ("t.parquet", b"version https://git-lfs.github.com/spec/v1", "run `git lfs pull` there"),
-        ("t.jsonl", b"<!DOCTYPE html>", "it is a web page"),
-        (
-            "t.jsonl",
-            '{"prompt": "1"}'.encode("utf-16"),
-            "not UTF-8 at byte 0; it is UTF-16; save the file as",
-        ),
-    ],
-)
-def test_file_of_another_kind_says_what_to_make_of_it(
-    tmp_path: Path, name: str, content: bytes, reason: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TaskError, match=reason):
-        load_tasks(str(tmp_path / name), seed=0, split="train")
-
-
-def test_lines_that_were_copied_out_of_an_array_are_read(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"},\r\n{"prompt": "b"},\n')
-    assert [task["prompt"] for task in load(tmp_path / "tasks.jsonl").tasks] == ["a", "b"]
-
-
-def test_spaces_behind_the_commas_of_a_csv_are_no_part_of_names_and_cells(tmp_path: Path) -> None:
-    (tmp_path / "tasks.csv").write_text('prompt, answer\n"a, b", "3"\n')
-    assert list(load(tmp_path / "tasks.csv").tasks) == [{"id": "1", "prompt": "a, b", "answer": "3"}]
-
-
-@pytest.mark.parametrize("sign", [";", "\t"])
-def test_csv_with_other_signs_than_commas_is_refused(tmp_path: Path, sign: str) -> None:
-    (tmp_path / "tasks.csv").write_text(f"prompt{sign}answer\na, b{sign}3\n")
-    with pytest.raises(TaskError, match="between its columns; save it with commas"):
-        load(tmp_path / "tasks.csv")
 
 
 @pytest.mark.parametrize("kind", [pyarrow.float32(), pyarrow.float16()])

@@ -29,9 +29,9 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import share_with_group
 from coordinator.start.run_json import find_run, new_run_id
 from coordinator.start.start import last_start
-from rollout.storage import files
+from rollout.storage import files, once
 
-NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
+NO_LINKS = {*once.NO_LINKS, errno.EACCES}
 """What os.link reports where a file can only be copied."""
 
 

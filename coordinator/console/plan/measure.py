@@ -1,6 +1,5 @@
 """Read what a run has measured of itself: events, manifests, metrics.jsonl, heartbeats."""
 
-import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from coordinator.console.plan.propose import Device, Measured, Work
 from coordinator.console.report.figures import rollout_work
-from coordinator.console.report.sources import is_event, newest_record
+from coordinator.console.report.sources import newest_record, read_events
 from coordinator.console.report.timeline import spans_of
 from coordinator.console.report.values import numbers, seconds_of
 from coordinator.console.views.heartbeats import heartbeat_values
@@ -22,13 +21,13 @@ from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crews, Place
 from coordinator.settings.tree import Crew, RunSettings, SettingsError
 from rollout.engines.model_dir import WeightsError, is_adapter, tensor_names
-from rollout.storage import files, hashing
+from rollout.storage import files
 from trainer.memory import Shape
 
 RECENT, LEAST = 10, 3
 """The most iterations that are measured, and the fewest that say anything."""
 TAIL_BYTES = 4_000_000
-"""So much of the end of a file of events is read: some hundreds of iterations."""
+"""So much of the end of a file of events is read whole: some hundreds of iterations."""
 _R, _T = Phase.TRAIN_ROLLOUT.label, Phase.TRAINING.label
 
 
@@ -61,7 +60,13 @@ class _Side:
         self.run_dir = run_dir
         self.devices = devices
         """How many each machine has here."""
-        self.events = {run_dir.machine(rank): _events(run_dir, rank) for rank in range(len(devices))}
+        read = read_events(run_dir, TAIL_BYTES * len(devices))
+        if read.unreadable:
+            names = ", ".join(read.unreadable)
+            raise SettingsError(
+                f"{run_dir.root}: {names} in events/ cannot be read; repair that, and ask again"
+            )
+        self.events = {run_dir.machine(rank): read.lines.get(rank, []) for rank in range(len(devices))}
         self.spans = {machine: spans_of(machine, events) for machine, events in self.events.items()}
 
 
@@ -192,23 +197,6 @@ def _rates(side: _Side, rollouts: Sequence[_Rollout]) -> dict[int, float]:
         if tokens and seconds:
             rates[machine] = tokens / seconds
     return rates
-
-
-def _events(run_dir: RunDir, rank: int) -> list[dict[str, Any]]:
-    """Return the last events of a node; none if it has written none."""
-    path = run_dir.events(rank)
-    if path.name not in published.names(path.parent):
-        return []
-    size, _ = hashing.size_and_mtime(path)
-    data = files.read_from(path, max(0, size - TAIL_BYTES))
-    return list(filter(is_event, map(_parsed, data.splitlines())))
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # a torn line
-        return None
 
 
 def _steady(side: _Side, phase: str) -> set[int]:

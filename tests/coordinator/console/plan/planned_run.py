@@ -103,3 +103,15 @@ def _manifest(share: Mapping[int, float]) -> dict[str, Any]:
         {"rank": rank, "slots": list(range(round(1200 * part)))} for rank, part in enumerate(share.values())
     ]
     return {"tokens": TOKENS, "parts": parts, "given_up": []}
+
+
+def write_model(directory: Path, parameters: int) -> None:
+    """A model of so many parameters, all of them in one layer; the file has holes in their place."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    size = 4 * parameters
+    entry = {"dtype": "F32", "shape": [parameters], "data_offsets": [0, size]}
+    header = json.dumps({"model.layers.0.weight": entry}).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)

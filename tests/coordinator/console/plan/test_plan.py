@@ -26,7 +26,15 @@ from coordinator.console.plan.propose import (
 from coordinator.settings.number_ranges import ranges
 from coordinator.settings.placement import crews_of, parse_place
 from coordinator.settings.tree import SettingsError
-from tests.coordinator.console.plan.planned_run import END_S, LOAD_S, SLEEP_S, START_S, TOKENS, write_run
+from tests.coordinator.console.plan.planned_run import (
+    END_S,
+    LOAD_S,
+    SLEEP_S,
+    START_S,
+    TOKENS,
+    write_model,
+    write_run,
+)
 
 SECONDS = st.floats(0.01, 1000.0)
 
@@ -206,6 +214,9 @@ def test_too_few_iterations_are_one_line(tmp_path: Path, run: Any) -> None:
     code, _, err = run(root)
     assert code == 2 and len(err.splitlines()) == 1
     assert run(tmp_path)[0] == 2
+    (events := next((root / "events").iterdir())).unlink()
+    events.mkdir()
+    assert f"{events.name} in events/ cannot be read" in run(root)[2]
 
 
 @pytest.fixture
@@ -297,18 +308,6 @@ def test_split_whose_trainer_does_not_fit_is_refused(tmp_path: Path, run: Any) -
     refused = {len(o["train"]): o["refused"] for o in json.loads(run(root, "--json")[1])["options"]}
     assert all(f"at least {1.16:.0f} GB a GPU, which has 1" in refused[size] for size in (1, 2, 3))
     assert refused[4] == ""  # it has trained so
-
-
-def write_model(directory: Path, parameters: int) -> None:
-    """A model of so many parameters, all of them in one layer; the file has holes in their place."""
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    size = 4 * parameters
-    entry = {"dtype": "F32", "shape": [parameters], "data_offsets": [0, size]}
-    header = json.dumps({"model.layers.0.weight": entry}).encode()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)
 
 
 def test_correction_that_older_samples_need_is_part_of_the_command(tmp_path: Path) -> None:

@@ -3,21 +3,20 @@
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import repairs
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from tests.coordinator.console.views.beating_run import GONE, SETTINGS, beat, flag, running, states
-from tests.coordinator.examples import record, run_dir_at, write_json
+from tests.coordinator.examples import record
 
 TOP_KEYS = (
     "run_id state epoch iteration phase waiting_for waiting_s left_s num_nodes nodes crews last_metrics"
@@ -27,13 +26,6 @@ NODE_KEYS = (
     "silent_s error row_s waiting_s tokens_per_s left_s gpu_count gpus"
 )
 """Keys of a node in `run status --json`, as INTERFACE.md has them."""
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = run_dir_at(tmp_path)
-    write_json(made.run_json, {"run_id": "abc", "format": FORMAT, "fixed": {}})
-    return made
 
 
 def test_status_has_the_documented_keys_and_is_json(run_dir: RunDir) -> None:

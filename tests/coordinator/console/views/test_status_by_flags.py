@@ -1,26 +1,16 @@
 """Where nodes are, by flags that are newer than their heartbeats."""
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from coordinator.console.views.run import Run
 from coordinator.directory.file_names import Flag
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import RunDir
 from coordinator.machine.network import pid_space
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import claim
 from coordinator.settings.loading import build
 from tests.coordinator.console.views.beating_run import GONE, SETTINGS, beat, running
-from tests.coordinator.examples import record, run_dir_at, write_json
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = run_dir_at(tmp_path)
-    write_json(made.run_json, {"run_id": "abc", "format": FORMAT, "fixed": {}})
-    return made
+from tests.coordinator.examples import record
 
 
 def up(run_dir: RunDir, rank: int, row: Phase, iteration: int = 5, epoch: int = 2) -> None:

@@ -16,14 +16,7 @@ from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.machine.network import pid_space
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.views.beating_run import GONE, beat, running, states
-from tests.coordinator.examples import record, run_dir_at, write_json
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = run_dir_at(tmp_path)
-    write_json(made.run_json, {"run_id": "abc", "format": FORMAT, "fixed": {}})
-    return made
+from tests.coordinator.examples import record, write_json
 
 
 def test_torn_documents_are_read_as_absent(run_dir: RunDir) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +9,13 @@ import pytest
 from coordinator.console.commands.status import show_status
 from coordinator.console.views.run import Run
 from coordinator.console.views.status_text import duration, render, repairs, where
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import RunDir
 from coordinator.journal.control_characters import one_line, plain
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.views.beating_run import SETTINGS, beat, flag, running, states
-from tests.coordinator.examples import record, run_dir_at, write_json
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    made = run_dir_at(tmp_path)
-    write_json(made.run_json, {"run_id": "abc", "format": FORMAT, "fixed": {}})
-    return made
+from tests.coordinator.examples import record
 
 
 def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:

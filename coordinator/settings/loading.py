@@ -61,11 +61,11 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
-    known, given = known_keys(), flatten(cast(dict[str, Any], tree))
+    known, settings = known_keys(), flatten(cast(dict[str, Any], tree))
     # A section whose lines are all comments is nothing in YAML.
     return {
         key: value
-        for key, value in given
+        for key, value in settings
         if value is not None or not any(name.startswith(f"{key}.") for name in known)
     }
 

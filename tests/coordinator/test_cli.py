@@ -753,11 +753,6 @@ def test_directory_whose_name_is_empty_is_refused(run: Run, place: Path, words: 
     assert "the name of a directory is empty" in refusal(run, place, *words.split())
 
 
-def test_an_option_that_a_command_lacks_is_not_answered_with_itself(run: Run) -> None:
-    text = run("eval", "--tasks", "x").stderr
-    assert "No such option: --tasks" in text and "did you mean --tasks" not in text
-
-
 def test_command_line_of_another_trainer_is_answered_with_a_line_for_each_of_its_options(run: Run) -> None:
     ended = run("--pretrain", "m", "--zero_stage", "3", "--xyzzy", "--iterations=3", "--bogus")
     assert ended.returncode == 2

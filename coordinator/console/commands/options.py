@@ -40,11 +40,11 @@ def with_options(function: Callable[..., int]) -> Callable[..., int]:
 
 def given_options(typed: dict[str, Any]) -> dict[str, Any]:
     """Return the settings whose options were typed, by dotted name; SettingsError for an empty one."""
-    given = {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
-    for key, value in given.items():
+    values = {key: typed[_parameter(key)] for key in OPTIONS if typed[_parameter(key)] is not None}
+    for key, value in values.items():
         if value in ("", [""]):
             raise SettingsError(f"{option_name(key)} is empty (a variable that is not set?); give a value")
-    return given
+    return values
 
 
 def parameter_names() -> set[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.console.commands.alone import alone
 from coordinator.console.commands.serve import serve
 from coordinator.console.server.access import FILE, Access, find_token
 from coordinator.console.server.client import TOKEN_VARIABLE, Server, ServerError, main
@@ -83,6 +84,12 @@ def test_server_that_cannot_begin_says_why(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"--port {port}: .*in use"):
             serve(tmp_path / "jobs", Launcher(), port=port)
+
+
+def test_second_server_of_a_directory_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    refused = rf"--root {tmp_path}: run serve is at work there, pid {os.getpid()}; stop it first"
+    with alone("run serve", "--root", tmp_path, ""), pytest.raises(SettingsError, match=refused):
+        serve(tmp_path, Launcher())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ import pytest
 
 from coordinator.directory.layout import RunDir
 from tests.coordinator.examples import run_dir_at
+from tests.coordinator.typed_command import place, run
+
+__all__ = ["place", "run", "run_dir"]
 
 
 @pytest.fixture

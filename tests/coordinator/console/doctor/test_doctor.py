@@ -19,7 +19,7 @@ from coordinator.console.doctor.partner import Partner, PartnerError
 from coordinator.console.doctor.report import Report
 from coordinator.start.rank import RANK_VARIABLES
 from tests.coordinator.examples import run_dir_at, tree, write_json
-from tests.coordinator.test_cli import lose_privileges
+from tests.coordinator.typed_command import lose_privileges
 from tests.paths import REPOSITORY
 
 ALONE = [

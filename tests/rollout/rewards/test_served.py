@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 
@@ -15,6 +14,7 @@ from rollout.rewards.resolve import RewardSettingError, check_task, resolve_rewa
 from rollout.rewards.reward import Reward, RewardError, score
 from rollout.rewards.served import ServedReward
 from rollout.trajectory import Sample
+from tests.rollout.rewards.scoring import make_sample
 
 TASK: dict[str, Any] = {"id": "t1", "prompt": "1+2=", "answer": "3", "level": 7}
 
@@ -73,11 +73,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     loop.call_soon_threadsafe(over.set)
     thread.join(60)
     loop.close()
-
-
-def make_sample(text: str) -> Sample:
-    nothing: Any = np.zeros(0)
-    return Sample(nothing, nothing, nothing, finish_reason="stop", text=text)
 
 
 def scored(setting: str, *texts: str, task: dict[str, Any] = TASK) -> list[Sample]:

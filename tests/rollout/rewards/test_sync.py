@@ -15,7 +15,7 @@ from rollout.rewards.resolve import resolve_reward
 from rollout.rewards.reward import RewardError, score
 from rollout.settings import RolloutSettings
 from tests.processes import is_schedulable
-from tests.rollout.rewards.test_builtin import make_sample
+from tests.rollout.rewards.scoring import make_sample
 from tests.rollout.rollout_helpers import wait_until
 
 NASTY = """

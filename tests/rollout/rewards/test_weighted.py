@@ -1,17 +1,15 @@
 """Several rewards with weights: what is added up, what is logged, who is named, and which digests change."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollout.rewards.parts import Part, parts_of
 from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward, weights_by_title
-from rollout.rewards.reward import RewardError, score
+from rollout.rewards.reward import RewardError
 from rollout.settings import RolloutSettings
-from rollout.trajectory import Sample
+from tests.rollout.rewards.scoring import scored
 
 TASK: dict[str, Any] = {"id": "t1", "prompt": "p", "answer": "58", "target_length": 10}
 OWN = """
@@ -31,13 +29,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     return name
-
-
-def scored(setting: str, text: str) -> Sample:
-    nothing: Any = np.zeros(0)
-    sample = Sample(nothing, nothing, nothing, finish_reason="stop", text=text)
-    asyncio.run(score(resolve_reward(setting), TASK, sample))
-    return sample
 
 
 def test_setting_is_read_as_names_with_weights() -> None:
@@ -66,7 +57,7 @@ def test_setting_that_is_wrong_is_an_error_that_names_the_part(setting: str, rea
 
 
 def test_rewards_are_added_up_by_weight_and_each_is_a_metric_by_its_name(own: str) -> None:
-    sample = scored(f"exact=2 + length=-0.1 + {own}:words=0.25 + {own}:slow", "58")
+    sample = scored(f"exact=2 + length=-0.1 + {own}:words=0.25 + {own}:slow", "58", **TASK)
     assert sample.reward == pytest.approx(2 * 1 - 0.1 * 0.2 + 0.25 * 1 + 0.5)
     assert sample.metrics == {
         "exact": 1.0, "length": pytest.approx(0.2), f"{own}:words": 1.0, f"{own}:words.letters": 2.0,
@@ -78,31 +69,31 @@ def test_weights_are_named_as_the_metrics_are(own: str) -> None:
     setting = f"exact=2 + code,name=sandbox=0.5 + {own}:slow + http://127.0.0.1:9/r,name=far=-1"
     assert weights_by_title(setting) == {"exact": 2.0, "sandbox": 0.5, f"{own}:slow": 1.0, "far": -1.0}
     assert weights_by_title("exact") is None
-    sample = scored(f"exact=2 + {own}:slow", "58")
+    sample = scored(f"exact=2 + {own}:slow", "58", **TASK)
     assert [*(weights_by_title(f"exact=2 + {own}:slow") or {})] == [*sample.metrics]
 
 
 def test_one_reward_without_a_weight_is_what_it_was_and_logs_nothing_more() -> None:
-    sample = scored("exact", "58")
+    sample = scored("exact", "58", **TASK)
     assert (sample.reward, sample.metrics) == (1.0, {})
     plain, weighted = resolve_reward("exact"), resolve_reward("exact=0.5")
     assert plain.code.name == "exact" and type(plain) is not type(weighted)
-    assert scored("exact=0.5", "58").metrics == {"exact": 1.0}
+    assert scored("exact=0.5", "58", **TASK).metrics == {"exact": 1.0}
 
 
 def test_weight_of_zero_only_logs() -> None:
-    sample = scored("exact=1 + length=0", "58")
+    sample = scored("exact=1 + length=0", "58", **TASK)
     assert (sample.reward, sample.metrics["length"]) == (1.0, pytest.approx(0.2))
 
 
 def test_part_that_fails_is_named_with_the_task(own: str) -> None:
     with pytest.raises(RewardError, match=rf"^reward '{own}:raises', task 't1': KeyError: 'level'"):
-        scored(f"exact=1 + {own}:raises=1 + {own}:slow", "58")
+        scored(f"exact=1 + {own}:raises=1 + {own}:slow", "58", **TASK)
 
 
 def test_sum_that_is_no_reward_is_named_with_the_task() -> None:
     with pytest.raises(RewardError, match=r"^reward 'exact=1e308', task 't1': returned reward = 1e.308, "):
-        scored("exact=1e308", "58")
+        scored("exact=1e308", "58", **TASK)
 
 
 def test_digest_follows_each_part_and_each_weight() -> None:

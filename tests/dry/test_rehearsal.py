@@ -19,7 +19,7 @@ from trainer.settings import TrainerSettings
 RECIPES = REPOSITORY / "scripts" / "recipes"
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ on Linux")
-DEPTH = 3
+DEPTH = 2
 """Layers of a rehearsed model: memory is linear in them, and the time of a rehearsal too."""
 QWEN3: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 SHAPES: dict[str, dict[str, Any]] = {

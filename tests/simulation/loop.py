@@ -40,9 +40,6 @@ class _Selector(selectors.BaseSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    skipped_s = 0.0
-    """Seconds that were skipped. Time goes on: what times out meanwhile must do no harm either."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self.selector = _Selector(scheduler)
         self._scheduler = scheduler

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from coordinator.settings.fields import Fields
 from rollout.settings import GENERATED, JOIN, NAME, PROGRAMS, SELF, TINY, WRITTEN
-from trainer.settings import ALONE
+from trainer.loss_settings import ALONE
 
 
 def _columns_are_of_data(settings: Fields) -> None:

@@ -18,7 +18,7 @@ from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.settings import TINY, EvalSetSettings
-from trainer.settings import SourceSettings
+from trainer.loss_settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
     "iterations": 16,

@@ -33,6 +33,7 @@ FLOORS = (
     {"trainer.peers", "trainer.progress", "trainer.resume", "trainer.statistics"},
     {"trainer.documents", "trainer.memory"},
     {"trainer.settings"},
+    {"trainer.loss_settings"},
     {"trainer.algorithms"},
     {"rollout.collect"},
     {"rollout.group_maker"},

@@ -29,7 +29,7 @@ def with_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = [text for kind, text in BLOCKS if kind == "python"]
     there: dict[str, Any] = {"Any": Any, "PRESETS": dict(algorithms.PRESETS)}
     exec(block, there)
-    monkeypatch.setattr("trainer.settings.PRESETS", there["PRESETS"])
+    monkeypatch.setattr("trainer.loss_settings.PRESETS", there["PRESETS"])
 
 
 def test_no_block_of_the_page_goes_untested() -> None:

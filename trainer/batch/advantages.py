@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.settings import ALONE
+from trainer.loss_settings import ALONE
 
 Values = NDArray[np.float64]
 

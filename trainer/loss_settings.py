@@ -1,0 +1,229 @@
+"""Settings of the batch and of the loss. Importing this never imports torch."""
+
+import difflib
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from rollout.settings_tree import Mark, Settings, nested
+from trainer.algorithms import PRESETS
+
+CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
+"""What to do in place of an algorithm that needs a critic."""
+BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
+"""Values of `advantage` that compare rewards of any size, so also those from a turn on."""
+ALONE = ("one", "zero", "label")
+"""Values of `advantage` that compare nothing within a group."""
+
+
+class SourceSettings(Settings):
+    """How the samples of tasks with this value of `rollout.ratio_field` differ. What is not given is as in
+    `trainer`.
+    """
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """What their advantages are multiplied by."""
+    advantage: Literal["centred", "standardised", "leave_one_out", "success", "whitened", "one"] | None = None
+    """The source's `trainer.advantage`; whitened over its tokens."""
+    keep_flat_groups: bool | None = None
+    """The source's `trainer.keep_flat_groups`."""
+    overlong: Literal["keep", "penalise", "drop"] | None = None
+    """The source's `trainer.overlong`."""
+    reward_threshold: float | None = None
+    """The source's `trainer.reward_threshold`."""
+
+
+class LossSettings(Settings):
+    """How advantages are made of rewards, and what the loss makes of them."""
+
+    algorithm: str = "default"
+    """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
+    are given themselves."""
+    advantage: Annotated[
+        Literal[
+            "centred",
+            "standardised",
+            "leave_one_out",
+            "success",
+            "whitened",
+            "decoupled",
+            "one",
+            "zero",
+            "pair",
+            "label",
+        ],
+        Mark.SHAPES_BATCH,
+    ] = "centred"
+    """How a reward r becomes an advantage. centred: r - mean of its group; standardised: that over the
+    group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
+    (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
+    several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
+    pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
+    credit: Annotated[Literal["sample", "turn", "state"], Mark.SHAPES_BATCH] = "sample"
+    """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
+    turns (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
+    group's turns in the same state (GiGPO, arXiv 2505.10978)."""
+    state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
+    """The weight in credit=state."""
+    turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
+    """What the next turn's return counts for; 0: a turn has only its own reward."""
+    pair_beta: Annotated[float, Field(gt=0)] = 0.1
+    """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
+    sample (beta of DPO and KTO)."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """With advantage=label: what a bad sample's loss weighs; a good one's weighs 1 (KTO)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
+    clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"] = "ppo"
+    """What is done with the ratio. ppo: PPO's clip; dual: that with a floor (`dual_clip`); cispo: CISPO's
+    clip; soft: SAPO's gate; geometric: GMPO's mean of clipped ratios; divergence: DPPO's bounds of the
+    probability; none: nothing; likelihood: there is no ratio, A log pi."""
+    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    """How far below 1 the ratio may go; see `clip_high`."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476); with clip=geometric its
+    logarithm to [-clip_low, clip_high]. With clip=divergence no
+    gradient leads a token's probability further than that below or above the engine's."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
+    aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
+    """token: mean over all tokens of an optimizer step; sequence, sum: mean over sequences of the mean, or
+    the sum, over their tokens; constant: the sum over all, divided by sequences x rollout.max_tokens."""
+    engine_correction: Literal["off", "truncated", "masked"] = "truncated"
+    """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine. off: 1;
+    truncated: min(w, cap); masked: w, but 0 above the cap or below its inverse."""
+    engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
+    """The largest weight of `engine_correction`."""
+    engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
+    """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
+    this or below its inverse, e.g. 1.01; null: none."""
+    kl: Annotated[Literal["off", "k1", "k2", "k3"], Mark.SHAPES_BATCH] = "off"
+    """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
+    kl_to: Annotated[Literal["base", "teacher"], Mark.SHAPES_BATCH] = "base"
+    """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
+    kl_in: Annotated[Literal["loss", "token_reward", "reward"], Mark.SHAPES_BATCH] = "loss"
+    """Where `kl` goes. loss: added to that of each token (GRPO); token_reward: taken from the reward of each
+    token, and so from the advantages of those up to it (PPO); reward: its sum, from the sample's (RLOO)."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
+    """What `kl` is multiplied by."""
+    entropy_bonus: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 0.0
+    """How much of the policy's entropy, a mean over the trained tokens, the loss falls by (A3C, arXiv
+    1602.01783), e.g. 0.001; 0: nothing."""
+    entropy_target: Annotated[Annotated[float, Field(gt=0)] | None, Mark.SHAPES_BATCH] = None
+    """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
+    `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """The step of `entropy_target`."""
+    keep_flat_groups: Annotated[bool, Mark.SHAPES_BATCH] = False
+    """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
+    computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
+    trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
+    overlong: Annotated[Literal["keep", "penalise", "drop"], Mark.SHAPES_BATCH] = "keep"
+    """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
+    last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
+    overlong_buffer: Annotated[float, Field(gt=0, le=1), Mark.SHAPES_BATCH] = 0.2
+    """The length of `overlong`, a fraction of rollout.max_tokens."""
+    reward_threshold: Annotated[float | None, Mark.SHAPES_BATCH] = None
+    """Train only on samples with this reward or more; null: on all."""
+    sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
+        Field(default={})
+    )
+    """What differs for tasks of a source: see `trainer.sources.NAME`."""
+    max_off_policy_steps: Annotated[Annotated[int, Field(ge=0)] | None, Mark.SHAPES_BATCH] = None
+    """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
+    replay_window: Annotated[int, Field(ge=1), Mark.SHAPES_BATCH] = 1
+    """Draw a batch from the groups of this many iterations, this one included; 1: on-policy."""
+    replay_power: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 1.0
+    """Groups of the window's p-th iteration, 0 the oldest, are drawn with the weight (p + 1)^replay_power."""
+
+    def of_source(self, name: str) -> Self:
+        """Return the settings for the samples of a source."""
+        source = self.sources.get(name, SourceSettings())
+        overrides = {
+            key: value for key, value in source.model_dump(exclude={"weight"}).items() if value is not None
+        }
+        return self.model_copy(update={"sources": {}, **overrides})
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the model that the run started from."""
+        return (self.kl != "off" and self.kl_to == "base") or self.weighs_samples
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether each step weighs its samples by how far the policy has come from the base model."""
+        return self.advantage in ("pair", "label")
+
+    @property
+    def teaches_flat_groups(self) -> bool:
+        """Whether the loss has a gradient where all advantages are 0."""
+        return self.kl != "off" or self.rewards_entropy
+
+    @property
+    def rewards_entropy(self) -> bool:
+        """Whether the loss may have an entropy bonus."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Self:
+        if self.advantage == "pair" and self.keep_flat_groups:
+            raise ValueError(
+                "trainer.keep_flat_groups=true with trainer.advantage=pair: a group of equal rewards has no "
+                "pair; leave one of them out"
+            )
+        if self.weighs_samples and self.rewards_entropy:
+            name = "entropy_bonus" if self.entropy_bonus else "entropy_target"
+            raise ValueError(
+                f"trainer.{name}={getattr(self, name):g} with trainer.advantage={self.advantage}: its "
+                "answers are compared, and not explored; leave one of them out"
+            )
+        if self.credit != "sample" and self.advantage not in BY_TURN:
+            raise ValueError(
+                f"trainer.credit={self.credit} with trainer.advantage={self.advantage}: that is of whole "
+                f"samples; use {', '.join(BY_TURN)}, or leave trainer.credit out"
+            )
+        if self.advantage == "success" and self.overlong == "penalise":
+            raise ValueError(
+                "trainer.overlong=penalise with trainer.advantage=success: a penalty makes rewards "
+                "negative, and success divides by their mean; use trainer.overlong=drop or another advantage"
+            )
+        if self.advantage == "decoupled" and self.overlong == "penalise":
+            raise ValueError(
+                "trainer.overlong=penalise with trainer.advantage=decoupled: the penalty is none of the "
+                "rewards that are standardised; use trainer.overlong=drop, or make it one of them"
+            )
+        scaled = {"standardised", "success", "decoupled", "one", "pair", "label"}
+        if self.kl != "off" and self.kl_in != "loss" and self.advantage in scaled:
+            raise ValueError(
+                f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
+                "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
+            )
+        if self.sources and (self.weighs_samples or (self.kl != "off" and self.kl_in != "loss")):
+            setting = f"advantage={self.advantage}" if self.weighs_samples else f"kl_in={self.kl_in}"
+            raise ValueError(
+                f"trainer.sources.{min(self.sources)} with trainer.{setting}: that is computed in the "
+                "training, which knows no sources; leave one of them out"
+            )
+        for name in self.sources:
+            try:
+                type(self).model_validate(self.of_source(name).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error", error)
+                raise ValueError(f"trainer.sources.{name}: {reason}") from None
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        name = values.get("algorithm", "default")
+        if not isinstance(name, str) or name not in PRESETS:
+            word = str(name).lower()
+            near = difflib.get_close_matches(word, PRESETS, n=1)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            advice = f"; {CRITICS}" if word in ("ppo", "gae", "vapo") else advice
+            raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}{advice}")
+        return {**PRESETS[name](), **values}

@@ -136,7 +136,7 @@ class Messages:
         if verdict.event is Event.LEFT:
             why = text.partition(". To ")[0]
         if verdict.event is Event.STALLED:
-            still_s = self._watch.standstill.still_s.get(rank, 0.0)
+            still_s = self._watch.judge.standstill.still_s.get(rank, 0.0)
             why = f"it beats, but has made no progress for {still_s:.0f} s"
         return f"{self.of_rank(rank)} is lost: {why}. {self.repair(rank)}"
 

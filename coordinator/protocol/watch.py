@@ -5,29 +5,25 @@ end; the node turns the verdict into the exception that ends its phase.
 """
 
 import contextlib
-import json
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.directory.file_names import Flag
-from coordinator.directory.layout import GUESTS, MASTER, RunDir
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol import file_events
 from coordinator.protocol.exits import Ended
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.fresh_listing import FreshListing
-from coordinator.protocol.heartbeat import Heart, read_beat, read_beats
+from coordinator.protocol.heartbeat import Heart, read_beat
+from coordinator.protocol.judge import Judge
 from coordinator.protocol.late_mounts import LateNames
-from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
-from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
-from coordinator.protocol.verdict import LOSSES, Verdict, decide
+from coordinator.protocol.verdict import Verdict
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
@@ -39,10 +35,6 @@ T = TypeVar("T")
 ENDED = "ended"
 """State in the last heartbeat of a process that ended in order."""
 STARTING_BEAT_S = 0.5
-LOOK_BEATS = 5
-"""After so many beats each, the others' progress is looked at: it is judged by the half hour."""
-LOOKS_PER_S = 2.0
-"""How many heartbeats a second the master reads for that, at most."""
 SAY_AGAIN_S = 30.0
 """A wait that goes on says so this often."""
 
@@ -71,8 +63,8 @@ class Watch:
         self._settings = settings
         cluster = settings.cluster
         self.records = Records(run_dir, run_id)
-        self.silence = Silence(cluster.beat_interval_s)
-        self.standstill = Standstill(_look_interval_s(cluster))
+        self.judge = Judge(run_dir, rank, settings)
+        self.silence = self.judge.silence
         self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
         self.heart = Heart(run_dir, rank, self._beat_content)
         self.listings = FreshListing(rank)
@@ -95,7 +87,6 @@ class Watch:
         self._end_training = end_training
         self.away: str | None = None
         """What the directory said to the last heartbeat, if it did not take it."""
-        self._heard: set[Flag] = set()
         self._own_names: list[str] = []
         """What the master shows itself, when it was last listed."""
         self._own_s = self._looked_s = float("-inf")
@@ -182,10 +173,8 @@ class Watch:
         """Judge for a node in `record`'s epoch, under its `settings`; what came before is settled."""
         with self._looking:
             self.current, self._settings = record, settings
-            self.silence.beat_every(settings.cluster.beat_interval_s)
+            self.judge.admit(record, settings)
             self.fence.limit_s = settings.cluster.node_timeout_s
-            self.silence.restart(record.members)
-            self.standstill = Standstill(_look_interval_s(settings.cluster))
             self.trainer_failure_known = False
             self._go_on()
 
@@ -205,109 +194,46 @@ class Watch:
             self.board = board = parse(names, self.board)
             if self.heart.is_back(board):
                 self.fence.beat_is_back()
-            judged = self._judged(self.current) if self.current else board.beats
-            self.silence.observe(board, {*judged, *_guests_on(board)}, self._looked_s)
+            self.judge.observe(board, self.current, self._looked_s)
             newest = self.records.newest(board.records, wait=False)
             if self.current is not None:
-                self._look_for_late_names(before, self._looked_s - before_s)
-                self._observe_progress(board, self.current)
-                if self.verdict is None or self._is_held(self.verdict):
-                    self.verdict = self._judge(board, newest or self.current, self.current)
-                if self.verdict and not self._is_held(self.verdict):
+                if not self.listings.may_help:
+                    times = (self._cluster.beat_interval_s, self._looked_s - before_s)
+                    self._late_names.observe(before, board, self.current.epoch, *times)
+                    self._late_names.say(self._others)
+                if self.verdict is None or self.held:
+                    self.verdict = self.judge.decide(
+                        board,
+                        newest or self.current,
+                        self.current,
+                        self.incarnation,
+                        self.trainer_failure_known,
+                    )
+                if self.verdict and not self.held:
                     self.stop.set()
-                self._repeat_losses(self.current)
+                self.judge.repeat_losses(board, self.current, self.fence.trip)
             return board
-
-    def _look_for_late_names(self, before: Board, passed_s: float) -> None:
-        if not self.listings.may_help:
-            epoch, beat_s = self.record.epoch, self._cluster.beat_interval_s
-            self._late_names.observe(before, self.board, epoch, beat_s, passed_s)
-            self._late_names.say(self._others)
 
     def _list_own(self, whole: bool) -> list[str]:
         if whole or self._looked_s - self._own_s >= self._beat_interval_s():
             self._own_names, self._own_s = files.listing(self.run_dir.master), self._looked_s
         return self._own_names
 
-    def _judged(self, current: EpochRecord) -> set[int]:
-        """Return those whom this node judges: the master the workers, a worker the master."""
-        return set(current.members) - {MASTER} if self.rank == MASTER else {MASTER}
-
-    def _repeat_losses(self, current: EpochRecord) -> None:
-        """Say once which node the master has declared lost: this node holds, with its engine warm.
-
-        If this node is the lost one and still beats, it has to come back as another incarnation.
-        """
-        for flag in self.board.called(current.epoch, "lost"):
-            if flag not in self._heard and self.rank != MASTER:
-                try:
-                    data = files.read(self.run_dir.entry(flag), fleeting=True)
-                    document = json.loads(data)
-                except (FileNotFoundError, ValueError):
-                    continue  # the next look reads it
-                self._heard.add(flag)
-                log.warning("holding: %s", document["text"])
-                if document["stalled"] == self.rank:
-                    self.fence.trip("the others go on without this node: it made no progress")
-
-    def _judge(self, board: Board, newest: EpochRecord, current: EpochRecord) -> Verdict | None:
-        policy = failure_policy(self._cluster.on_node_failure)
-        patience_s = policy.master_patience_s(self._cluster) if policy.holds else None
-        return decide(
-            board,
-            newest,
-            current,
-            self.rank,
-            self.incarnation,
-            self.silence.silent_s,
-            self._cluster.node_timeout_s,
-            self.trainer_failure_known,
-            patience_s,
-            self._stalled(),
-        )
-
-    def _stalled(self) -> set[int]:
-        """Return who beats, but does not get on, and had node_timeout more to find it out by itself."""
-        return self.standstill.beyond(partial(stall_limit_s, self._settings), self._cluster.node_timeout_s)
-
-    def _observe_progress(self, board: Board, current: EpochRecord) -> None:
-        """Read, now and then, what the nodes that this one judges say of their progress."""
-        now_s = time.monotonic()
-        if not self.standstill.is_due(now_s):
-            return
-        judged = self._judged(current) | (_guests_on(board) if self.rank == MASTER else set[int]())
-        limit_s, silent_s = self._cluster.node_timeout_s, self.silence.silent_s
-        beating = {rank for rank in judged & set(board.beats) if silent_s.get(rank, 0.0) < limit_s}
-        self.standstill.forget(judged - beating)
-        heartbeats = read_beats(self.run_dir, {rank: board.beats[rank] for rank in beating})
-        self.standstill.observe({rank: content for rank, content in heartbeats.items() if content}, now_s)
-
     @property
     def lost(self) -> set[int]:
         """The ranks that this node judges to be lost, whether or not the phase goes on."""
-        limit_s, verdict = self._cluster.node_timeout_s, self.verdict
-        lost = {rank for rank, silent_s in dict(self.silence.silent_s).items() if silent_s >= limit_s}
-        if verdict is not None and verdict.rank is not None and verdict.event in LOSSES:
-            lost.add(verdict.rank)
-        return lost
+        return self.judge.lost(self.verdict)
 
     @property
     def guests(self) -> dict[int, int]:
         """The guests that beat and get on, as the master sees them, and the incarnation of each."""
-        limit_s, silent_s, board = self._cluster.node_timeout_s, dict(self.silence.silent_s), self.board
-        beating = {rank for rank in _guests_on(board) if silent_s.get(rank, 0.0) < limit_s}
-        return {rank: board.beats[rank].incarnation for rank in sorted(beating - self._stalled())}
+        return self.judge.guests(self.board)
 
     @property
     def held(self) -> Verdict | None:
         """The loss that the master heeds once its share of the phase is made."""
         verdict = self.verdict
-        return verdict if verdict is not None and self._is_held(verdict) else None
-
-    def _is_held(self, verdict: Verdict) -> bool:
-        """Return whether the phase's work goes on: the master may finish its share first."""
-        finishes_share = failure_policy(self._cluster.on_node_failure).finishes_share
-        return verdict.event in LOSSES and self.rank == MASTER and finishes_share
+        return verdict if verdict is not None and self.judge.is_held(verdict) else None
 
     def wait(
         self,
@@ -407,11 +333,3 @@ class Watch:
         observed = {rank: round(s, 1) for rank, s in self.silence.so_far(time.monotonic()).items()}
         listings = {"listings": facts} if (facts := self.listings.facts()) else {}
         return {**self._describe(), **listings, **({"silent_s": observed} if self.rank == MASTER else {})}
-
-
-def _guests_on(board: Board) -> set[int]:
-    return {rank for rank in board.beats if rank >= GUESTS}
-
-
-def _look_interval_s(cluster: ClusterSettings) -> float:
-    return max(LOOK_BEATS * cluster.beat_interval_s, cluster.num_nodes / LOOKS_PER_S)

@@ -49,7 +49,7 @@ def messages(
         heartbeat=lambda rank: SAID if rank == 2 else {},
         current=record(),
         silence=SimpleNamespace(silent_s={2: silent_s}),
-        standstill=SimpleNamespace(still_s={2: 1900.0}),
+        judge=SimpleNamespace(standstill=SimpleNamespace(still_s={2: 1900.0})),
     )
     return Messages(cast(Identity, identity), position, cast(Watch, watch))
 

@@ -279,8 +279,7 @@ def _one_line(error: ValidationError, key: str = "") -> str:
             return f"{missing_key} is missing; give {table[3].format(missing_key)}"
         key = key if key in known_keys() or table else key.rpartition(".")[0] or key
     usual: Any = next((field.default for name, field in _fields(RunSettings) if name == key), None)
-    if first["type"] == "string_type" and type(first["input"]) is list and key.endswith("tasks"):
-        typed = show(cast("list[str]", first["input"]))
+    if first["type"] == "string_type" and key.endswith("tasks") and "," in (typed := show(first["input"])):
         return f"{option_name(key)}={typed}: give files as a pattern, e.g. 'data/*.jsonl'"
     is_pair = (
         isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")

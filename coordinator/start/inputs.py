@@ -273,7 +273,7 @@ def base_model_dir(
 
 def refuse_run(option: str, directory: Path) -> None:
     """Raise SettingsError if a directory that should be a model's is that of a run, or of its checkpoints."""
-    for run_dir in (RunDir(directory), RunDir(directory.absolute().parent)):
+    for run_dir in (RunDir(directory.absolute()), RunDir(directory.absolute().parent)):
         checkpoints = published.checkpoints(run_dir)
         if directory.absolute() in (run_dir.root, run_dir.checkpoints) and files.exists(run_dir.run_json):
             advice = "it has no checkpoint yet"

@@ -69,12 +69,17 @@ def what_is_there(run_dir: RunDir) -> str:
     if not files.is_directory(parent):
         return f" ({parent} is not there now: is it mounted here?)"
     beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
-    if root.name in beside:
-        return "" if has_run(root) else " (no run has begun there)"
-    runs = [name for name in sorted(beside)[:LOOKED_AT] if has_run(parent / name)]
+    if root.name in beside and has_run(root):
+        return ""
+    is_there = root.name in beside
+    looked_at = root if is_there and files.is_directory(root) else parent
+    names = files.listing(root) if looked_at is root else beside
+    runs = [name for name in sorted(names)[:LOOKED_AT] if has_run(looked_at / name)]
     word = "are the runs" if len(runs) > 1 else "is the run"
-    others = f"; beside it {word} {', '.join(runs[:SHOWN])}" if runs else ""
-    return f" (nothing is there{others})"
+    others = (
+        f"; {'in' if looked_at is root else 'beside'} it {word} {', '.join(runs[:SHOWN])}" if runs else ""
+    )
+    return f" ({'no run has begun' if is_there else 'nothing is'} there{others})"
 
 
 def patience(timeout_s: float) -> Iterator[float]:

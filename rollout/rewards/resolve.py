@@ -85,6 +85,8 @@ def refuse_unknown(text: str) -> None:
 
 
 def _refuse_unknown(name: str) -> None:
+    if name.rpartition(":")[2].partition("/")[0].isdecimal():
+        raise RewardSettingError(f"reward {name!r}: a server is named by its address: http://{name}")
     known = [*BUILT_IN, *IN_PROCESSES]
     if ":" in name or name in known or is_code(name):
         return

@@ -144,6 +144,8 @@ BAD = [
     ("resume runs/exp1", "give the name of a job; the command that started a run, typed again, resumes it"),
     ("rescore --iteration 1 --reward exact --to x --dry-run", "--to x beside --dry-run: a dry run makes"),
     ("--model ./good.jsonl", "good.jsonl: is a file; give the directory of a model, with its"),
+    ("--environment users.py", "did you mean users.py:FUNCTION?"),
+    ("plan --model old", "old: is of a run, and no model"),
     ("--environment calculater", "did you mean calculator? There is single_turn, "),
     ("--log-path /proc/x", "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a"),
     ("export", "-o DIR is missing: a new directory for the model; see run export --help"),

@@ -18,6 +18,7 @@ def test_place_without_a_run_is_told_from_one_that_is_not_there(tmp_path: Path) 
     runs = tmp_path / "runs"
     assert what_is_there(RunDir(runs / "exp1")) == ""
     assert what_is_there(RunDir(runs / "empty")) == " (no run has begun there)"
+    assert what_is_there(RunDir(runs)) == " (no run has begun there; in it is the run exp1)"
     assert what_is_there(RunDir(runs / "exp")) == " (nothing is there; beside it is the run exp1)"
     assert what_is_there(RunDir(tmp_path / "rnus" / "exp1")) == (
         f" ({tmp_path / 'rnus'} is not there now: is it mounted here?)"

@@ -24,6 +24,7 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("code/mine.py", "did you mean code/mine.py:FUNCTION?"),
         ("math=0.5,length=1", "give each reward for itself: --reward math=1 --reward"),
         ("exact,length", "give each reward for itself"),
+        ("localhost:8000/score", "a server is named by its address: http://localhost:8000/score"),
         ("mine.score", "did you mean mine:score?"),
         ("no_such_module:f", "module 'no_such_module' cannot be imported: ModuleNotFoundError"),
         ("{user}:absent", "no such name in"),

@@ -18,7 +18,7 @@ FILES = re.compile(r"\.(py|json|jsonl|md|toml|html|safetensors|txt|log|ok|model)
 SETTINGS = re.findall(r"^\| `([\w.]+)`", (REPOSITORY / "docs/settings.md").read_text(), re.MULTILINE)
 NOT_OURS = {
     *("add_prefix_space", "bogus", "iteration_N", "my_env", "nohup", "pissa", "pred", "rank_0001"),
-    *("bell.node", "group.samples", "policy.with_tools", "turn.role"),
+    *("bell.node", "group.samples", "policy.with_tools", "sample.reward", "turn.role"),
     *("loss_by_source.math", "trainer.project_name"),
 }
 """Names of other programs, and of what an example makes."""

@@ -34,6 +34,8 @@ class Judge:
         self._settings = settings
         self.silence = Silence(settings.cluster.beat_interval_s)
         self.standstill = Standstill(_look_interval_s(settings.cluster))
+        self.trainer_failure_known = False
+        """Whether this node has already acted on the training job's failure."""
         self._heard: set[Flag] = set()
 
     @property
@@ -46,6 +48,7 @@ class Judge:
         self.silence.beat_every(settings.cluster.beat_interval_s)
         self.silence.restart(record.members)
         self.standstill = Standstill(_look_interval_s(settings.cluster))
+        self.trainer_failure_known = False
 
     def observe(self, board: Board, current: EpochRecord | None, now_s: float) -> None:
         """Take in a successful listing, made at `now_s` (monotonic) in the epoch `current`, if in any."""
@@ -55,12 +58,7 @@ class Judge:
             self._observe_progress(board, current, now_s)
 
     def decide(
-        self,
-        board: Board,
-        newest: EpochRecord,
-        current: EpochRecord,
-        incarnation: int,
-        trainer_failure_known: bool,
+        self, board: Board, newest: EpochRecord, current: EpochRecord, incarnation: int
     ) -> Verdict | None:
         """Return what ends the phase that this node is in, if anything does; see verdict.decide."""
         policy = failure_policy(self._cluster.on_node_failure)
@@ -73,7 +71,7 @@ class Judge:
             incarnation,
             self.silence.silent_s,
             self._cluster.node_timeout_s,
-            trainer_failure_known,
+            self.trainer_failure_known,
             patience_s,
             self._stalled(),
         )

@@ -73,8 +73,6 @@ class Watch:
         self.board = parse([])
         """What was listed last."""
         self.verdict: Verdict | None = None
-        self.trainer_failure_known = False
-        """Whether this node has already acted on the training job's failure."""
         self.error: BaseException | None = None
         self.signal: int | None = None
         self.stop = threading.Event()
@@ -166,7 +164,7 @@ class Watch:
     def know_trainer_failure(self) -> None:
         """Take the training job's failure as known; look out for what else happens."""
         with self._looking:
-            self.trainer_failure_known = True
+            self.judge.trainer_failure_known = True
             self._go_on()
 
     def admit(self, record: EpochRecord, settings: RunSettings) -> None:
@@ -175,7 +173,6 @@ class Watch:
             self.current, self._settings = record, settings
             self.judge.admit(record, settings)
             self.fence.limit_s = settings.cluster.node_timeout_s
-            self.trainer_failure_known = False
             self._go_on()
 
     def look(self, whole: bool = False) -> Board:
@@ -203,11 +200,7 @@ class Watch:
                     self._late_names.say(self._others)
                 if self.verdict is None or self.held:
                     self.verdict = self.judge.decide(
-                        board,
-                        newest or self.current,
-                        self.current,
-                        self.incarnation,
-                        self.trainer_failure_known,
+                        board, newest or self.current, self.current, self.incarnation
                     )
                 if self.verdict and not self.held:
                     self.stop.set()

@@ -58,10 +58,3 @@ def test_iteration_that_is_begun_again_counts_from_its_first_beginning_with_what
     again.phase_s["training"] = 1.0
     assert "training" not in first.phase_s
     assert begin(8).begun_s > first.begun_s and not begin(8).phase_s
-
-
-def test_two_iterations_share_nothing() -> None:
-    one, two = Iteration(1), Iteration(2)
-    one.documents[Phase.ITERATION_START] = {"policy": "a"}
-    one.phase_s["training"] = one.work_s["training"] = 1.0
-    assert (two.documents, two.phase_s, two.work_s) == ({}, {}, {})

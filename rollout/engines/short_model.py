@@ -9,7 +9,8 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -24,6 +25,8 @@ VOCABULARY = 128
 SPREAD = 1.7
 """Deviation of the weights, times the root of the hidden size: the context then shows in what a model
 predicts."""
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Numbers of a config that say how far back some of its layers see, in tokens."""
 _FEWEST = 2
 """Layers, so that one comes behind another."""
 _NUMBERS = re.compile("idx|index|layer_id|layer_number|num_hidden_layers")
@@ -148,3 +151,23 @@ def _description(layer: nn.Module, configs: Sequence[Any]) -> Iterator[Hashable]
                 yield name, repr(value)
             else:  # a fraction, above all, which scales what is computed and chooses nothing
                 yield name, type(value)
+
+
+@contextmanager
+def short_windows(holders: Iterable[Any], tokens: int) -> Iterator[None]:
+    """Inside, a model's windows have at most so many tokens, fewer than are tried, so that a wrong one shows.
+
+    `holders`: the config, from which masks are made, and the modules, whose windows go to the attention.
+    """
+    before: list[tuple[Any, str, int]] = []
+    for holder in holders:
+        for name in WINDOWS:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > tokens:
+                before.append((holder, name, value))
+                setattr(holder, name, tokens)
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)

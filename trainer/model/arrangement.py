@@ -3,8 +3,7 @@
 import importlib.util
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.engines.short_model import short_windows
 from rollout.trajectory import Picture
 from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill
 from trainer.model.attention import Kernel, brief
-from trainer.model.packed_sequences import WINDOWS, Apart
+from trainer.model.packed_sequences import Apart
 from trainer.model.pictures import EXAMPLE
 from trainer.model.token_logprobs import UnsupportedModel
 
@@ -108,7 +108,7 @@ def find_arrangement(
     both = Bundle([0, 1], first.tokens + second.tokens - prompt, prompt)
     packed = fill(batch, [[first, second], [second]])
     plain = Kernel.OWN
-    with _short_windows([config, *layers]):
+    with short_windows([config, *layers], WINDOW):
         alone = [score(fill(batch, [[sequence]]), Apart.POSITIONS, plain) for sequence in (first, second)]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
         seen = score(one_row, Apart.POSITIONS, plain)
@@ -211,26 +211,6 @@ class _Trial:
 def has_kernels() -> int:
     """Return which packages of KERNELS are installed, as bits of a number."""
     return sum(1 << k for k, name in enumerate(KERNELS) if importlib.util.find_spec(name))
-
-
-@contextmanager
-def _short_windows(holders: Iterable[Any]) -> Iterator[None]:
-    """Inside, the model's windows are shorter than the sequences tried, so that a wrong one shows.
-
-    `holders`: the config, from which masks are made, and the modules, whose windows go to the attention.
-    """
-    before: list[tuple[Any, str, int]] = []
-    for holder in holders:
-        for name in WINDOWS:
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and value > WINDOW:
-                before.append((holder, name, value))
-                setattr(holder, name, WINDOW)
-    try:
-        yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
 
 
 def _sees_farther_than_is_tried(config: Any) -> bool:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from rollout.engines.short_model import WINDOWS
 from trainer.batch.packing import Microbatch
 from trainer.model.attention import Kernel
 
@@ -36,8 +37,6 @@ class Apart(Enum):
     """The bounds of the sequences as well, which the kernels of recurrent layers take."""
 
 
-WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Numbers of a config that say how far back some of its layers see, in tokens."""
 UNMASKED = ("linear_attention", "conv")
 """Kinds of layers, as transformers names them, that take no attention mask."""
 

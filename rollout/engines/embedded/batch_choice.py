@@ -4,9 +4,8 @@ What a family's layers remember, and whether padding misleads them, stands in no
 generated, and compared with plain forward passes over each row alone. So an unknown family is right too.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from rollout.engines.embedded.batch import Batch, Generation, Row
 from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.picture_input import Placed, Shown, with_pictures
-from rollout.engines.short_model import short_model
+from rollout.engines.short_model import short_model, short_windows
 
 log = logging.getLogger(__name__)
 
@@ -72,24 +71,9 @@ def _pads_well(model: PreTrainedModel) -> bool:
         return _agrees(model, PaddedBatch)
     ids = _prompt(model, 3 * _WINDOW)
     whole = _logprobs(model, ids)
-    with _short_windows(model):
+    with short_windows([config], _WINDOW):
         is_shorter = not torch.equal(_logprobs(model, ids), whole)
         return is_shorter and _agrees(model, PaddedBatch)
-
-
-@contextlib.contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Masks are made from the configuration at each call of the model, so it can be changed for a while."""
-    config = model.config.get_text_config(decoder=True)
-    names = ("sliding_window", "attention_chunk_size")
-    windows = {name: size for name in names if isinstance(size := getattr(config, name, None), int)}
-    try:
-        for name, size in windows.items():
-            setattr(config, name, min(size, _WINDOW))
-        yield
-    finally:
-        for name, size in windows.items():
-            setattr(config, name, size)
 
 
 def why_no_pictures(model: PreTrainedModel, example: Shown) -> str:

@@ -1,25 +1,16 @@
 """Tools: what the templates of model families show, the calls that are read from the text, and the tokens."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engines.answers import RequestRefused
-from rollout.engines.client import EngineClient
-from rollout.engines.completion import Completion, ToolCall
-from rollout.environments.environment import serve
-from rollout.environments.policy import Policy
+from rollout.engines.completion import Completion
 from rollout.environments.tool_calls import PARSERS, with_calls
-from rollout.origin import Sampling
-from rollout.trajectory import Sample
-from tests.rollout.rollout_helpers import serving
-from tests.rollout.scripted import ScriptedClient, run_session, user
+from tests.rollout.environments.tool_agent import ADD, NOTE, QWEN_CALL, ask, result, with_client
+from tests.rollout.scripted import user
 from tests.rollout.templated import (
     GEMMA4,
     GLM45,
@@ -28,30 +19,12 @@ from tests.rollout.templated import (
     LLAMA3,
     MISTRAL3,
     MISTRAL11,
-    PYTHONIC,
     QWEN3,
     QWEN35,
     TemplatedClient,
-    make_tokenizer,
 )
 
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "unit": {"type": "string"}},
-        },
-    },
-}
-NOTE: dict[str, Any] = {"type": "function", "function": {"name": "note"}}
 IM_NEXT = "\n<|im_start|>user\n<tool_response>\n85\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-QWEN_CALL = (
-    "<think>\nSum.\n</think>\n\nI add.\n"
-    '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>'
-)
 XML_CALL = (
     "Sum.\n</think>\n\nI add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n27\n</parameter>\n"
     "<parameter=b>\n58\n</parameter>\n</function>\n</tool_call>"
@@ -105,32 +78,6 @@ FAMILIES = {
         "\n<|im_start|>tool\n85<|im_end|>\n<|im_start|>assistant\n",
     ),
 }
-
-
-def with_client(
-    client: Any, play: Callable[[openai.AsyncOpenAI], Awaitable[Any]], **sampling: Any
-) -> tuple[Any, list[Sample]]:
-    """What an agent with the client of OpenAI returns, and the samples."""
-
-    async def main() -> tuple[Any, list[Sample]]:
-        policy = Policy(client, Sampling(**{"max_tokens": 400, **sampling}), 7)
-        async with (
-            serve(policy) as session,
-            openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent,
-        ):
-            return await play(agent), session.samples()
-
-    return asyncio.run(main())
-
-
-async def ask(agent: openai.AsyncOpenAI, messages: list[Any], **fields: Any) -> Any:
-    completions: Any = agent.chat.completions
-    answer = await completions.create(model="policy", messages=messages, **{"tools": [ADD], **fields})
-    return answer.choices[0]
-
-
-def result(call: Any, content: str = "85") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call.id, "content": content}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -317,22 +264,6 @@ def test_agent_may_write_the_arguments_of_a_call_in_another_form(tmp_path: Path)
     assert len(samples) == 1
 
 
-def test_other_tools_begin_another_conversation_with_the_calls_as_the_template_writes_them(
-    tmp_path: Path,
-) -> None:
-    client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>", "85<|im_end|>")
-
-    async def play(agent: openai.AsyncOpenAI) -> None:
-        first = await ask(agent, user("a"))
-        call = first.message.tool_calls[0]
-        await ask(agent, [*user("a"), first.message, result(call)], tools=[ADD, NOTE])
-
-    _, (one, other) = with_client(client, play)
-    text = str(client.tokenizer.decode(other.token_ids))
-    assert '<tool_call>\n{"name": "add", "arguments": {"a": 27, "b": 58}}\n</tool_call>' in text
-    assert one.loss_mask.sum() > other.loss_mask.sum() == len(client.tokenizer.encode("85<|im_end|>"))
-
-
 def test_without_a_choice_to_call_the_text_is_the_answer(tmp_path: Path) -> None:
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     client = TemplatedClient(tmp_path, QWEN3, text + "<|im_end|>")
@@ -344,94 +275,3 @@ def test_cut_call_is_the_text_of_the_answer(tmp_path: Path) -> None:
     client = TemplatedClient(tmp_path, QWEN3, QWEN_CALL + "<|im_end|>")
     first, _ = with_client(client, lambda agent: ask(agent, user("a"), max_tokens=9))
     assert first.finish_reason == "length" and first.message.tool_calls is None
-
-
-CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add"}}]}
-
-
-@pytest.mark.parametrize(
-    ("template", "fields", "reason"),
-    [
-        (QWEN3, {"tool_choice": "required"}, "tool_choice: not supported here; a call that is forced"),
-        (QWEN3, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice: not supp"),
-        (QWEN3, {"parallel_tool_calls": False}, "parallel_tool_calls: not supported here"),
-        (QWEN3, {"tools": [{"type": "web_search"}]}, "tools.0.type: "),
-        (QWEN3, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
-        (QWEN3, {"messages": [*user("a"), CALLED]}, "messages.1.tool_calls: must be a list of calls"),
-        (QWEN3.replace("if tools", "if false"), {}, "the model's chat template leaves out tools"),
-        (
-            PYTHONIC,
-            {},
-            r"the model's chat template writes a tool call in none of the forms hermes, .* but as "
-            r".*look_up\(\).*: set rollout.tool_parser",
-        ),
-        (MISTRAL3, {"messages": [*user("a"), {"role": "tool", "content": "1"}]}, "the model's .* length 9"),
-    ],
-)
-def test_tools_that_cannot_be_used_are_refused_in_one_line(
-    template: str, fields: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    client = TemplatedClient(tmp_path, template)
-    body = {"messages": user("a"), "tools": [ADD], **fields}
-    (status, text), samples = run_session(client, lambda agent: agent.post(body))
-    message = json.loads(text)["error"]["message"]
-    assert status == 400 and "\n" not in message and samples == []
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(message)
-
-
-def test_parser_of_the_setting_is_taken_where_the_template_writes_no_calls(tmp_path: Path) -> None:
-    client = TemplatedClient(tmp_path, PYTHONIC, 'add{"a": 1}<|im_end|>')
-    first, _ = with_client(client, lambda agent: ask(agent, user("a")), tool_parser="mistral")
-    assert first.message.tool_calls[0].function.name == "add"
-
-
-def test_environment_has_tools_too(tmp_path: Path) -> None:
-    client = TemplatedClient(
-        tmp_path, LLAMA3, '{"name": "add", "parameters": {"a": 27}}<|eot_id|>', "27<|eot_id|>"
-    )
-
-    async def main() -> Sample:
-        episode = Policy(client, Sampling(max_tokens=200), 7).with_tools([ADD]).episode()
-        turn = await episode.generate(user("a"))
-        (call,) = turn.calls
-        assert (call.name, call.arguments) == ("add", {"a": 27})
-        turn = await episode.generate([{"role": "tool", "tool_call_id": call.id, "content": "27"}])
-        assert not turn.calls
-        return episode.sample()
-
-    sample = asyncio.run(main())
-    assert sample.text == "27" and int(sample.loss_mask.sum()) > 2
-
-
-def test_embedded_engine_shows_tools_and_says_how_calls_are_written(tmp_path: Path) -> None:
-    make_tokenizer(QWEN3).save_pretrained(tmp_path)
-    config = Qwen3Config(
-        vocab_size=700, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-
-    async def main(url: str) -> tuple[str, Completion]:
-        async with EngineClient(url) as client:
-            sampling = Sampling(max_tokens=5, chat_template={"enable_thinking": False})
-            policy = Policy(client, sampling, 7).with_tools([ADD])
-            history = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [ToolCall("abcdefghi", "add", {"a": 1}).wire],
-            }
-            (turn,) = await policy.generate([*user("1+1"), history, {"role": "tool", "content": "2"}])
-            return await client.detokenize(turn.prompt_ids), turn
-
-    with serving(tmp_path) as server:
-        prompt, turn = asyncio.run(main(server.url))
-    assert '"name": "add"' in prompt and '{"name": "add", "arguments": {"a": 1}}' in prompt
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert len(turn.token_ids) == 5 and turn.calls == ()
-
-
-def test_template_that_knows_no_tools_refuses_them_before_anything_is_generated() -> None:
-    policy = Policy(ScriptedClient("5."), Sampling(), 7).with_tools([ADD])
-    with pytest.raises(RequestRefused, match="leaves out tools"):
-        asyncio.run(policy.generate(user("a")))

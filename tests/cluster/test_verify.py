@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,14 @@ from safetensors.numpy import load_file, save_file
 
 from coordinator.console.commands.export import export
 from coordinator.console.commands.verify import _distance, verify
+from coordinator.console.views.difference import logprobs_apart
 from coordinator.directory import published
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import hashing
+from rollout.trajectory import Group, Sample
 from tests.cluster.cluster import FAST, Cluster
 from tests.coordinator.examples import tree
 from trainer.documents import PROOF
@@ -59,6 +63,32 @@ def test_iteration_comes_out_again_as_it_was_trained_and_nothing_of_the_run_chan
     assert "iteration 2, made again here from its samples on: equal bit for bit\n" in printed
     assert {path: path.read_bytes() for path in before} == before
     assert tree(finished.root.parent) == beside
+
+
+def test_iteration_comes_out_the_same_on_a_processor_that_rounds_in_another_way(
+    finished: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert verify(finished.root, 2, files_only=False) == 0
+    printed = capsys.readouterr().out
+    if "equal bit for bit" not in printed:  # as on a machine that has no other kernels
+        assert re.search(r"the weights lie \d\.\de-0[4-9] from those of the run, on a way of", printed)
+
+
+def test_samples_that_differ_in_more_than_noise_are_others() -> None:
+    def groups(logprob: float = -1.0, token: int = 5, reward: float = 1.0, slots: int = 2) -> list[Group]:
+        return [
+            Group(slot, "task", "", [
+                Sample(np.array([3, token], np.int32), np.array([0, 1], np.uint8),
+                       np.array([0, logprob], np.float32), "stop", "", reward)
+            ])
+            for slot in range(slots)
+        ]  # fmt: skip
+
+    assert logprobs_apart(groups(), groups()) == 0
+    assert logprobs_apart(groups(), groups(logprob=-1.25)) == 0.25
+    for other in (groups(token=6), groups(reward=0.0), groups(slots=1), groups(logprob=math.nan)):
+        assert logprobs_apart(groups(), other) is None
 
 
 def test_weights_that_no_training_has_made_are_found_although_every_digest_fits(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.console.commands.fork import Forked, fork, link_tree
-from coordinator.console.views.difference import compare, tensor_places, training_parting
+from coordinator.console.views.difference import compare, logprobs_apart, tensor_places, training_parting
 from coordinator.console.views.run import Run
 from coordinator.directory import published
 from coordinator.directory.chain import Chain, read_chain
@@ -41,6 +41,8 @@ from trainer.documents import TrainResult
 LOOK_S = 0.2
 END_S = 60.0
 """How long nodes may take to end when the iteration is there."""
+LOGPROBS_TOLERANCE = 1e-5
+"""How far logprobs of samples that are made again on other hardware may lie from the run's, in nats."""
 TOLERANCE = 0.1
 """How far weights that are trained again on other hardware may end from the published ones, as a fraction of
 the way from the policy before."""
@@ -101,13 +103,23 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
     if _repeats_samples(record.settings, number, manifest):
         with _fork(run_dir, number) as again:
             _make(again.root, number, ["rl_phase=both", *words])
-            parting = compare(run, Run(again.root), since=number).parting
-        if parting is None:
-            print(f"iteration {number}, made again here from its samples on: equal bit for bit")
-            return True
+            made = Run(again.root)
+            parting = compare(run, made, since=number).parting
+            if parting is None:
+                print(f"iteration {number}, made again here from its samples on: equal bit for bit")
+                return True
+            noise = logprobs_apart(run.trajectories(number), made.trajectories(number))
         samples_differ = parting.phase < Phase.TRAIN_DATA
-        phase = f"{parting.phase.value} ({parting.phase.label})"
-        print(f"iteration {number}, made again here: other in phase {phase}: {parting.text}")
+        is_sampled = parting.phase == ROLLOUT_OF["train"]
+        if is_sampled and noise is not None and noise <= LOGPROBS_TOLERANCE:
+            samples_differ = False
+            print(
+                f"iteration {number}, made again here: tokens and rewards are the same, logprobs {noise:.0e} "
+                f"apart (up to {LOGPROBS_TOLERANCE:.0e} counts as the same: processors round differently)"
+            )
+        else:
+            phase = f"{parting.phase.value} ({parting.phase.label})"
+            print(f"iteration {number}, made again here: other in phase {phase}: {parting.text}")
     if manifest is None:
         print(f"iteration {number} cannot be made again: its samples are not kept")
         return True

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -154,6 +154,26 @@ def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group])
             text = _of_group(group, theirs[slot])
         if text:
             yield Parting(iteration, ROLLOUT_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
+
+
+def logprobs_apart(ours: Iterable[Group], theirs: Iterable[Group]) -> float | None:
+    """Return how far the logprobs of groups lie apart at most, in nats; None if anything else differs."""
+    first, second = ({group.slot: group for group in groups} for groups in (ours, theirs))
+    if first.keys() != second.keys():
+        return None
+    largest = 0.0
+    for slot, group in first.items():
+        samples: list[Sample] = []
+        for sample, other in zip(group.samples, second[slot].samples, strict=False):
+            if sample.logprobs.size == other.logprobs.size:
+                apart = np.abs(sample.logprobs - other.logprobs)
+                largest = max(largest, float(np.nanmax(apart, initial=0)))
+                other = replace(other, logprobs=np.where(np.isnan(apart), other.logprobs, sample.logprobs))
+            samples.append(other)
+        samples += second[slot].samples[len(samples) :]
+        if _of_group(group, replace(second[slot], samples=samples)):
+            return None
+    return largest
 
 
 def _of_group(ours: Group, theirs: Group) -> str:

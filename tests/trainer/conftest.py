@@ -129,3 +129,15 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     yield start
     for node in nodes:
         node.kill()
+
+
+@pytest.fixture
+def groups(group: Callable[..., Group]) -> list[Group]:
+    rng = np.random.default_rng(0)
+    return [
+        group(0, [1.0, 0.0, 1.0], rng),
+        group(1, [1.0, 1.0, 1.0], rng),
+        group(2, [1.0, None, 0.0], rng),
+        Group(3, "task-3", "1+1=", [], given_up="timeout"),
+        group(4, [None, 1.0], rng),
+    ]

@@ -19,16 +19,16 @@ from coordinator.node.node import Node
 from coordinator.phases.crews import is_finished, open_next
 from coordinator.phases.epochs import EXPECTED, finish, run_epochs
 from coordinator.phases.guest_loop import guest_loop
-from coordinator.phases.guest_node import Guest
+from coordinator.phases.guest_node import GuestNode
 from coordinator.phases.provenance import refuse_changed_code
 from coordinator.phases.table import run_iterations
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.placement_records import read_placement, run_dirs
 from coordinator.settings.tree import SettingsError
 from coordinator.start.announcement import announcement, odd_here
 from coordinator.start.directory_access import share_with_group
 from coordinator.start.request import StartRequest
-from coordinator.start.start import Start, start_master, start_worker
+from coordinator.start.start import NodeStart, start_master, start_worker
 from coordinator.start.start_guest import start_guest
 from coordinator.start.wait_for_master import PLACED
 from rollout.storage.files import SharedFsError
@@ -40,11 +40,11 @@ WORKERS_FIRST_S = 45.0
 """After so long without a line a worker says what goes on: its waits say it every 30 s by themselves."""
 
 
-def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = None) -> int:
+def run_to_exit_code(start: NodeStart, prefix: Prefix, iterate: Callable[[Node], None] | None = None) -> int:
     """Run a node to its end; returns the exit code. Its children end with it, and the others are told why."""
     _allow_many_files()
     is_guest = start.rank >= GUESTS
-    node = Guest(start) if is_guest else Node(start)
+    node = GuestNode(start) if is_guest else Node(start)
     iterate = iterate or (guest_loop if is_guest else run_iterations)
     prefix.follow(node.position.prefix, node.position.doing)
     try:
@@ -61,7 +61,7 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = 
                 run_epochs(node, iterate)
         node.events.add("exit", code=int(Exit.DONE), text="")
         return Exit.DONE
-    except Ended as end:
+    except NodeEnded as end:
         return _end(node, end)
     except BaseException as error:  # the others must not wait for this node, whatever the error is
         error = node.children.explained(explained(error))
@@ -69,13 +69,13 @@ def live(start: Start, prefix: Prefix, iterate: Callable[[Node], None] | None = 
             log.exception("unexpected error")
         gone = f". {gone}" if (gone := node.outage.gone()) else ""
         text = f"{node.messages.failure(error)}{gone}. {node.messages.repair()}"
-        return _end(node, Ended(Exit.FAILED, text, "failed"))
+        return _end(node, NodeEnded(Exit.FAILED, text, "failed"))
     finally:
         node.close()
         prefix.close()
 
 
-def _beginning(node: Node, start: Start) -> list[str]:
+def _beginning(node: Node, start: NodeStart) -> list[str]:
     """Return the lines that say what begins; of a worker, what its machine lacks."""
     if start.overrides is not None:
         return announcement(start, open_next(node))
@@ -94,7 +94,7 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _end(node: Node, end: Ended) -> int:
+def _end(node: Node, end: NodeEnded) -> int:
     if end.tell is not None and not node.watch.fence.tripped:  # else the call would hang with the mount
         try:
             node.flags.tell(end.tell, end.text)
@@ -103,7 +103,7 @@ def _end(node: Node, end: Ended) -> int:
     return _say(end)
 
 
-def _say(end: Ended) -> int:
+def _say(end: NodeEnded) -> int:
     level = logging.INFO if end.code in {Exit.DONE, Exit.MOVED} else logging.ERROR
     log.log(level, "%s", end.text, extra={"event": {"what": "exit", "code": int(end.code)}})
     return end.code
@@ -124,20 +124,20 @@ def run_node(
             share_with_group(root)
             placement = read_placement(root)
             if request.placed_as not in {None, placement.to_json()}:
-                raise Ended(Exit.MOVED, PLACED)
+                raise NodeEnded(Exit.MOVED, PLACED)
             leads = machine == MASTER and (crew == "main" or run_dirs(root, placement)[0].crew == crew)
             start = (start_master if leads else start_worker)(request, placement)
             if leads and not request.accept_code_change:
                 refuse_changed_code(start.run_dir, start.of_run)
-        except Ended as end:
+        except NodeEnded as end:
             return _say(end)
         except SettingsError:
             raise
         except EXPECTED as error:
             name = f"rank {machine}" if crew == "main" else f"{crew} rank {machine}"
-            return _say(Ended(Exit.FAILED, f"{name} could not start: {error}"))
+            return _say(NodeEnded(Exit.FAILED, f"{name} could not start: {error}"))
         with show(root) if leads else contextlib.nullcontext():
-            return live(start, prefix)
+            return run_to_exit_code(start, prefix)
 
 
 def run_guest(request: StartRequest, prefix: Prefix) -> int:
@@ -146,10 +146,10 @@ def run_guest(request: StartRequest, prefix: Prefix) -> int:
         try:
             share_with_group(request.root)
             start = start_guest(request)
-        except Ended as end:
+        except NodeEnded as end:
             return _say(end)
         except SettingsError:
             raise
         except EXPECTED as error:
-            return _say(Ended(Exit.FAILED, f"this guest could not start: {error}"))
-        return live(start, prefix)
+            return _say(NodeEnded(Exit.FAILED, f"this guest could not start: {error}"))
+        return run_to_exit_code(start, prefix)

@@ -15,7 +15,7 @@ from rollout.finished_groups import FinishedGroups
 from rollout.group_maker import GroupMaker, Recipe
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
-from rollout.slots import InFlight, Listed, Source
+from rollout.slots import InFlight, ListedSlots, SlotSource
 from rollout.stuck_user_code import end, interrupting
 from rollout.tally import Tally
 from rollout.trajectory import Group
@@ -104,7 +104,7 @@ class Collector:
         self._may_all_fail = may_all_fail
         self._on_begin = on_begin
         self._on_end = on_end
-        self._source: Source = Listed([])
+        self._source: SlotSource = ListedSlots([])
         self._on_group: Callable[[Group], None] = lambda _: None
         self._workers: set[asyncio.Task[None]] = set()
         self._in_flight: dict[int, InFlight] = {}
@@ -133,7 +133,7 @@ class Collector:
         return bool(self._in_flight)
 
     async def run(
-        self, source: Source, on_group: Callable[[Group], None], stop: threading.Event, kept: int = 0
+        self, source: SlotSource, on_group: Callable[[Group], None], stop: threading.Event, kept: int = 0
     ) -> int:
         """Make groups of the slots of `source` until enough of them count, or until no slot is left. Each
         goes to `on_group` when it is finished, in any order. Returns how many needed groups were not made.
@@ -157,7 +157,7 @@ class Collector:
                 pending = await _still_running(pending)
         return self._conclude()
 
-    async def begin(self, source: Source) -> NoReturn:
+    async def begin(self, source: SlotSource) -> NoReturn:
         """Make groups of the slots of `source`, all of them needed, and hold them, until this is cancelled:
         `run` goes on with what is in flight, and hands over what is finished. Raises as `run`.
         """
@@ -172,7 +172,7 @@ class Collector:
         finally:
             self._pause()
 
-    def _start(self, source: Source, kept: int) -> None:
+    def _start(self, source: SlotSource, kept: int) -> None:
         """Have a worker for each group that may be in flight."""
         self._source = source
         self._finished.begin()

@@ -15,7 +15,7 @@ from rollout.engines.completion import finish_reason
 from rollout.environments.environment import Environment, demonstrates
 from rollout.environments.policy import Policy
 from rollout.environments.segments import Segment, advance
-from rollout.environments.self_teacher import OfTask, SelfTeacher
+from rollout.environments.self_teacher import SelfTeacher, TaskTeacher
 from rollout.origin import Sampling
 from rollout.rewards.endpoint import EndpointError
 from rollout.rewards.reward import Reward, RewardError, score
@@ -187,7 +187,7 @@ class GroupMaker:
         return failures
 
 
-async def _asked(teacher: Teacher | OfTask, sample: Sample) -> NDArray[np.float32]:
+async def _asked(teacher: Teacher | TaskTeacher, sample: Sample) -> NDArray[np.float32]:
     """Return the teacher's logprobs of a sample. Raises TaskError for one with pictures."""
     if sample.pictures:
         raise TaskError("it is shown no pictures, and its environment shows some; leave rollout.teacher out")

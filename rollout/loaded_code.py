@@ -66,10 +66,10 @@ def load_as_it_was(loaded: Mapping[str, tuple[str, str]]) -> None:
     changed since, and an iteration's samples must be scored by the code that its digest names.
     """
     if loaded:
-        sys.meta_path.insert(0, _AsItWas(loaded))
+        sys.meta_path.insert(0, _RecordedModuleFinder(loaded))
 
 
-class _AsItWas(importlib.abc.MetaPathFinder):
+class _RecordedModuleFinder(importlib.abc.MetaPathFinder):
     def __init__(self, loaded: Mapping[str, tuple[str, str]]) -> None:
         self._loaded = loaded
 

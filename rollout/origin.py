@@ -73,7 +73,7 @@ class Origin:
 
     def _fixed(self) -> dict[str, Any]:
         named = {"reward": self.reward.name, "environment": self.environment.name}
-        return {"policy": self.policy, **described(self.sampling), **named}
+        return {"policy": self.policy, **origin_document(self.sampling), **named}
 
 
 @cache
@@ -82,7 +82,7 @@ def _adapter(kind: type[Origin]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def described(record: Any) -> dict[str, Any]:
+def origin_document(record: Any) -> dict[str, Any]:
     """Return a dataclass as JSON has it; a `Sampling` in it without its seed, which is each group's own, and
     without what is one request's own.
     """

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from rollout.origin import Code, Origin, Sampling, described
+from rollout.origin import Code, Origin, Sampling, origin_document
 from rollout.trajectory import Group, Picture, Sample, Span, Turn
 
 _DTYPES = {"token_ids": "I32", "loss_mask": "U8", "logprobs": "F32", "offsets": "I64", "records": "U8"}
@@ -145,7 +145,7 @@ def encode_part(groups: Sequence[Group], header: PartHeader) -> bytes:
         columns["teacher_logprobs"] = taught
     if widths := {sample.routes.shape[1] for sample in samples if sample.routes is not None}:
         columns["routes"] = [_routes(sample, *widths).ravel() for sample in samples]
-    return _blob(columns, described(header))
+    return _blob(columns, origin_document(header))
 
 
 def check_part(data: bytes) -> PartHeader:

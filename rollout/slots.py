@@ -65,7 +65,7 @@ class InFlight(NamedTuple):
     begun_s: float
 
 
-class Source(Protocol):
+class SlotSource(Protocol):
     """Gives out slots, one after the other, and hears which groups have ended."""
 
     @property
@@ -97,7 +97,7 @@ class Source(Protocol):
         ...
 
 
-class Listed:
+class ListedSlots:
     """Slots that are all known from the beginning: the first `needed` ones are needed, the others spare."""
 
     is_open = False

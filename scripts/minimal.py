@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.embedded.batch import Generation
-from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.rewards.builtin import exact
 from rollout.storage import files
 from rollout.storage.writer import publish_directory
@@ -53,7 +53,7 @@ logprob is the engine's, natural, of the token at its own place.
 
 
 def rollout(
-    engine: TorchEngine, tokenizer: Any, tasks: list[Task], iteration: int, where: Path
+    engine: EmbeddedEngine, tokenizer: Any, tasks: list[Task], iteration: int, where: Path
 ) -> list[Group]:
     """Make the groups of an iteration that are not there yet, and return all of them, in order."""
     paths = [where / f"group_{slot:04d}.safetensors" for slot in range(len(tasks))]
@@ -149,7 +149,7 @@ def run(root: Path, iterations: int, warm_up_steps: int) -> None:
     tasks = load_tasks("builtin:arithmetic", seed=SEED, split="train").tasks
     tokenizer: Any = AutoTokenizer.from_pretrained(policy)
     # In float64 a sample does not depend on its neighbours, which are others after a restart.
-    engine = TorchEngine(policy, dtype=torch.float64, max_batch=GROUPS * SAMPLES)
+    engine = EmbeddedEngine(policy, dtype=torch.float64, max_batch=GROUPS * SAMPLES)
     engine.start()
     for iteration in range(1, iterations + 1):
         where = root / f"iteration_{iteration:04d}"

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from coordinator.collector.guest_chunks import Contribution, FromGuests, GuestChunks, OwnChunks
+from coordinator.collector.guest_chunks import Contribution, GuestChunks, GuestContributions, OwnChunks
 from coordinator.directory.claims import Claims
-from coordinator.protocol.chunks import Chunk, Chunks, Standing, choose
+from coordinator.protocol.chunks import Chunk, Chunks, RankLoad, choose_chunks
 from rollout.engine_places import Meter
 from rollout.slots import Slot
 from rollout.trajectory import Group
@@ -17,7 +17,7 @@ SLOWER = 1.3
 """A node that leaves a chunk to others looks again later and later, by this factor."""
 
 
-class Claimed:
+class ClaimedSlots:
     """Gives out the slots that this node claims, chunk by chunk.
 
     It is asked for one slot after the other (`take`), and claims the next chunk when it has none left; at the
@@ -58,7 +58,7 @@ class Claimed:
         self._rest_of = rest_of
         self._guests = guests
         self._own_chunks = own_chunks
-        self.from_guests = FromGuests()
+        self.from_guests = GuestContributions()
         """What guests have made that this node rests on."""
         self._claims = claims
         self._rank = rank
@@ -132,7 +132,7 @@ class Claimed:
         pause_s = FIRST_PAUSE_S
         while await self._look() and not self._leaves:
             number = None
-            chosen = choose(self._chunks, self._rank, list(self._free), self._standing(), self._lost())
+            chosen = choose_chunks(self._chunks, self._rank, list(self._free), self._standing(), self._lost())
             if chosen:
                 number = await asyncio.to_thread(self._claims.take, [self._free[chunk] for chunk in chosen])
             if number is not None:
@@ -166,10 +166,10 @@ class Claimed:
         self._late = late
         return bool(free or making)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankLoad:
         now_s = asyncio.get_running_loop().time()
         still_s = now_s - self._still_since_s if self._still_since_s is not None else 0.0
-        return Standing(sum(self._work.values()), self._meter.pace(self._costs), still_s, self._meter.width)
+        return RankLoad(sum(self._work.values()), self._meter.pace(self._costs), still_s, self._meter.width)
 
     async def _give(self, number: int) -> None:
         """Take up the slots of a chunk that is claimed, without those that a guest has finished."""

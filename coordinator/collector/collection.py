@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.collector import unfinished_samples
-from coordinator.collector.claimed_slots import Claimed
-from coordinator.collector.guest_chunks import GuestChunks, OwnChunks, Presence, rest_of
+from coordinator.collector.claimed_slots import ClaimedSlots
+from coordinator.collector.guest_chunks import GuestChunks, GuestsPresent, OwnChunks, rest_of
 from coordinator.collector.order import Order
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.directory.parts import PartWriter
 from rollout.collect import OURS, Collector
 from rollout.engines.answers import EngineError
-from rollout.slots import Listed, Slot, Source
+from rollout.slots import ListedSlots, Slot, SlotSource
 from rollout.trajectory import Group, generated_tokens
 
 
@@ -57,7 +57,7 @@ class Collection:
         self._writer = PartWriter(self._run_dir, *place, order.first_part)
         self._own_chunks: OwnChunks | None = None
         """A guest's chunks."""
-        self._claimed: Claimed | None = None
+        self._claimed: ClaimedSlots | None = None
 
     async def run(self) -> dict[str, Any]:
         """Make the groups, and make them durable as they are finished; returns how the order has ended."""
@@ -73,17 +73,17 @@ class Collection:
             await asyncio.gather(collecting, flushing, return_exceptions=True)
 
     def leave(self) -> None:
-        """Claim nothing more; see Claimed.leave."""
+        """Claim nothing more; see ClaimedSlots.leave."""
         if self._claimed is not None:
             self._claimed.leave()
 
     async def _make_all(self) -> dict[str, Any]:
         order, node, collector = self._order, self._node, self._collector
         counted = tokens = 0
-        source: Source = Listed([])
+        source: SlotSource = ListedSlots([])
 
         def show(slot: int | None = None) -> None:
-            total = source.expected if isinstance(source, Claimed) else source.needed
+            total = source.expected if isinstance(source, ClaimedSlots) else source.needed
             node.send({"reached": [counted, total, tokens], "made": slot})
 
         def on_group(group: Group) -> None:
@@ -102,7 +102,7 @@ class Collection:
         alone = [slot for slot in again if slot in order.alone]
         for slot in await slots_of(order, node, alone):
             node.send({"alone": slot.number})
-            source = Listed([slot])
+            source = ListedSlots([slot])
             await collector.run(source, on_group, node.stop)
         node.send({"alone": None})
         source = await self._source(in_flight, [slot for slot in again if slot not in alone])
@@ -115,36 +115,36 @@ class Collection:
         try:
             short = await collector.run(source, on_group, node.stop, in_flight)
         finally:
-            if isinstance(source, Claimed):
+            if isinstance(source, ClaimedSlots):
                 node.send({"waited_s": source.waited_s})
         node.send({"reached": [counted, source.needed, tokens], "made": None})
         seconds = {str(slot): round(taken_s, 4) for slot, taken_s in collector.meter.seconds.items()}
-        from_guests = source.from_guests if isinstance(source, Claimed) else None
+        from_guests = source.from_guests if isinstance(source, ClaimedSlots) else None
         return {
             "short": short,
             **({"made": [seconds, collector.meter.width]} if seconds else {}),
             **({"from_guests": asdict(from_guests)} if from_guests and from_guests.parts else {}),
         }
 
-    async def _source(self, kept: int, again: Sequence[int]) -> Source:
+    async def _source(self, kept: int, again: Sequence[int]) -> SlotSource:
         """Return the Source of the order's slots, those of `again` first; `kept` are in flight."""
         order, node, meter = self._order, self._node, self._collector.meter
         if order.claimed is None:
             slots = await slots_of(order, node, [*again, *order.slots])
-            return Listed(slots, len(again) + order.needed, kept)
+            return ListedSlots(slots, len(again) + order.needed, kept)
         claims = Claims(
             self._run_dir, order.epoch, order.iteration, order.phase, order.rank,
             lambda path: node.send({"claimed": str(path)}), order.incarnation,
         )  # fmt: skip
         first, counts, guests = await slots_of(order, node, again), order.quota.counts, None
         if order.rank == MASTER:
-            presence = lambda: Presence(node.lost, node.guests)  # noqa: E731
+            presence = lambda: GuestsPresent(node.lost, node.guests)  # noqa: E731
             guests = GuestChunks(claims, presence, order.guest_patience_s)
         if order.rank >= GUESTS:
             await asyncio.to_thread(claims.take_part, order.rank)
             self._own_chunks = OwnChunks(claims, meter, counts)
         directory = self._run_dir.trajectories(order.kind, order.iteration)
-        self._claimed = Claimed(
+        self._claimed = ClaimedSlots(
             order.claimed, claims, order.rank, kept, first, partial(slots_of, order, node), meter,
             order.claim_pause_s, node.step, lambda: node.lost,
             lambda chunk: rest_of(chunk, directory, order.origin, counts), guests, self._own_chunks,

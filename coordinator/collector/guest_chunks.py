@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coordinator.directory.claims import Claims, Owner, Shown
+from coordinator.directory.claims import ClaimListing, Claims, Owner
 from coordinator.directory.file_names import ClaimKind
 from coordinator.directory.layout import GUESTS
-from coordinator.directory.parts import Written, first_finished, read_parts
+from coordinator.directory.parts import WrittenPart, first_finished, read_parts
 from coordinator.protocol.chunks import Chunk
 from coordinator.protocol.liveness import Stopwatch
 from rollout.engine_places import Meter
@@ -23,7 +23,7 @@ Counts = Callable[[Group], bool]
 """Whether a group counts as one of those that are needed."""
 
 
-class Presence(NamedTuple):
+class GuestsPresent(NamedTuple):
     """The guests, as the master sees them."""
 
     lost: Collection[int]
@@ -44,14 +44,14 @@ class Contribution:
 
 
 @dataclass
-class FromGuests:
+class GuestContributions:
     """What guests have contributed to a phase, as the master's flag says it."""
 
     parts: dict[str, str] = field(default_factory=dict[str, str])
     timings: dict[str, tuple[dict[str, float], int]] = field(
         default_factory=dict[str, tuple[dict[str, float], int]]
     )
-    """By rank, as JSON has it: the seconds of its groups, and its width (protocol.chunks.Made)."""
+    """By rank, as JSON has it: the seconds of its groups, and its width (protocol.chunks.RankTimings)."""
 
     def add(self, rank: int, document: Mapping[str, Any]) -> None:
         """Take in what a guest says of a chunk that it has made."""
@@ -65,7 +65,7 @@ class GuestChunks:
     still being made, and what a guest that is gone has left is given back.
     """
 
-    def __init__(self, claims: Claims, presence: Callable[[], Presence], patience_s: float) -> None:
+    def __init__(self, claims: Claims, presence: Callable[[], GuestsPresent], patience_s: float) -> None:
         """`patience_s`: for how long a guest may make chunks that the master has never seen beat."""
         self._claims = claims
         self._presence = presence
@@ -76,7 +76,11 @@ class GuestChunks:
         self._read: set[int] = set()
 
     def look(
-        self, claimed: Iterable[int], shown: Shown, from_guests: FromGuests, is_tail: bool = False
+        self,
+        claimed: Iterable[int],
+        shown: ClaimListing,
+        from_guests: GuestContributions,
+        is_tail: bool = False,
     ) -> tuple[list[int], int]:
         """Add to `from_guests` what guests say of those `claimed` numbers that nobody claims again; returns
         those that are still being made, and how many groups have to be made in the place of others.
@@ -118,7 +122,7 @@ class GuestChunks:
             return owner.rank in lost or here[owner.rank] > owner.incarnation
         return self._unseen.setdefault(number, Stopwatch(1.0)).look() > self._patience_s
 
-    def _leave(self, shown: Shown) -> None:
+    def _leave(self, shown: ClaimListing) -> None:
         claimed = {number for number, owner in self._owners.items() if owner.rank >= GUESTS}
         names: dict[ClaimKind, set[int]] = {
             "g": shown.guests, "m": shown.finished, "b": shown.back, "c": claimed
@@ -146,7 +150,7 @@ class OwnChunks:
         self._open[number] = (set(slots), contribution)
         self._say_if_made(number)
 
-    def make_durable(self, written: Written) -> None:
+    def make_durable(self, written: WrittenPart) -> None:
         """Take in that groups are durable, and say which chunks are made."""
         seconds = self._meter.seconds
         for number, (slots, contribution) in list(self._open.items()):

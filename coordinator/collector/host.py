@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.collector.listener import Listener, pass_on, take_in
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
-from coordinator.collector.rest_of_order import Work
+from coordinator.collector.rest_of_order import OrderProgress
 from coordinator.directory.layout import RunDir
 from coordinator.journal.events import Say
 from coordinator.machine.child import Child
@@ -69,7 +69,7 @@ class _Echo:
             log.info("collector: %s", line)
 
 
-class _Died(Exception):
+class _CollectorDied(Exception):
     """The collector has ended, or hangs; the message says how."""
 
 
@@ -109,12 +109,12 @@ class CollectorHost:
 
         Raises Stopped, with the rest in flight, once `listener.stop` is set. Else it raises what has failed.
         """
-        work = Work(order)
+        work = OrderProgress(order)
         while True:
             try:
                 self._give(work.order)
                 return self._follow(work, listener)
-            except _Died as death:
+            except _CollectorDied as death:
                 self._is_working, self.in_flight = False, None
                 if listener.stop.is_set():
                     raise Stopped(str(death)) from None
@@ -128,7 +128,7 @@ class CollectorHost:
         gone wrong with them.
         """
         failed: Exception | None = None
-        work = Work(order)
+        work = OrderProgress(order)
         try:
             self._give(order)
             while not is_over():
@@ -137,8 +137,10 @@ class CollectorHost:
                         listener.is_engine_lost()
                         if self._look(work, listener) is not None:
                             failed = CollectorFailed("the collector has ended its order")
-                    except (_Died, EngineError, CollectorFailed, AllGivenUp) as error:
-                        failed = error if not isinstance(error, _Died) else CollectorFailed(f"it {error}")
+                    except (_CollectorDied, EngineError, CollectorFailed, AllGivenUp) as error:
+                        failed = (
+                            error if not isinstance(error, _CollectorDied) else CollectorFailed(f"it {error}")
+                        )
                 self._wait(LOOK_S / 5)
         finally:
             if failed is None:
@@ -164,7 +166,7 @@ class CollectorHost:
                     if message["flushed"] is None:
                         return
                     failure = self._failure(message["flushed"])
-                    if not isinstance(failure, _Died):
+                    if not isinstance(failure, _CollectorDied):
                         raise failure
                     log.error("the collector of this node %s: its finished groups are made again", failure)
                     return
@@ -205,7 +207,7 @@ class CollectorHost:
         self._box.send({"order": order.to_json()})
         self._is_working = True
 
-    def _follow(self, work: Work, listener: Listener) -> dict[str, Any]:
+    def _follow(self, work: OrderProgress, listener: Listener) -> dict[str, Any]:
         """Listen until the order has ended; see `collect`."""
         limit_s = work.order.settings.group_timeout_s + LATE_S
         silent = Stopwatch(1.0)
@@ -228,12 +230,12 @@ class CollectorHost:
             listener.is_engine_lost()
             if silent.look() > limit_s:
                 self._end_child()
-                raise _Died(f"did not answer for {limit_s:.0f} s, and was killed")
+                raise _CollectorDied(f"did not answer for {limit_s:.0f} s, and was killed")
             self._wait(LOOK_S)
         self._pause(work, listener)
         raise Stopped("its phase has ended")
 
-    def _pause(self, work: Work, listener: Listener) -> None:
+    def _pause(self, work: OrderProgress, listener: Listener) -> None:
         """Have the collector begin no further group. One that does not react is killed."""
         assert self._box is not None
         self._box.send({"pause": True})
@@ -241,7 +243,7 @@ class CollectorHost:
         while waited.look() < REACT_S:
             try:
                 ended = self._look(work, listener)
-            except (_Died, EngineError, SharedFsError, CollectorFailed, AllGivenUp) as error:
+            except (_CollectorDied, EngineError, SharedFsError, CollectorFailed, AllGivenUp) as error:
                 log.warning("what was in flight is made again: %s", error)
                 return
             if ended is not None:
@@ -258,7 +260,7 @@ class CollectorHost:
         self._end_child()
         self._is_working = False
 
-    def _look(self, work: Work, listener: Listener) -> dict[str, Any] | None:
+    def _look(self, work: OrderProgress, listener: Listener) -> dict[str, Any] | None:
         """Take in what the collector says; returns how the order has ended, if it has. Raises its error."""
         assert self._box is not None and self._child is not None
         is_dead = self._child.poll() is not None  # first: it may have said all before it ended
@@ -272,7 +274,7 @@ class CollectorHost:
                 raise self._failure(error)
             take_in(message, work, listener, self._box)
         if is_dead:
-            raise _Died(self._how())
+            raise _CollectorDied(self._how())
         return None
 
     def _failure(self, error: dict[str, Any]) -> Exception:
@@ -286,7 +288,7 @@ class CollectorHost:
         if explained(failure) is not failure:
             return failure
         self._end_child()
-        return _Died(f"has failed ({error['text']})")
+        return _CollectorDied(f"has failed ({error['text']})")
 
     def _wait(self, seconds: float) -> None:
         assert self._bell is not None

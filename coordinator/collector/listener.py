@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from coordinator.collector.mailbox import Mailbox
 from coordinator.collector.order import error_of
-from coordinator.collector.rest_of_order import Work
+from coordinator.collector.rest_of_order import OrderProgress
 from rollout.engines.answers import EngineError
 from rollout.storage.retry import SharedFsError
 
@@ -59,7 +59,7 @@ def _log(level: int, name: str, text: str, event: dict[str, Any] | None) -> None
     logging.getLogger(name).log(level, "%s", text, extra={"event": event} if event else None)
 
 
-def take_in(message: dict[str, Any], work: Work | None, listener: Listener, box: Mailbox) -> None:
+def take_in(message: dict[str, Any], work: OrderProgress | None, listener: Listener, box: Mailbox) -> None:
     """Take in a message of the collector, and answer it if it asks. `work`: what is known of the order that
     it is about; None: that is over.
     """
@@ -94,7 +94,7 @@ def take_in(message: dict[str, Any], work: Work | None, listener: Listener, box:
 
 
 def _answer(
-    question: str, argument: Any, number: int, work: Work | None, listener: Listener, box: Mailbox
+    question: str, argument: Any, number: int, work: OrderProgress | None, listener: Listener, box: Mailbox
 ) -> None:
     if question == "slots":
         if work is not None:

@@ -26,7 +26,7 @@ from rollout.rewards.resolve import resolve_reward
 from rollout.tally import Tally
 
 
-class Making:
+class GroupsInFlight:
     """The groups that are in flight, and what makes them: the same from order to order with one key."""
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory.layout import Kind
 from coordinator.directory.published import Incomplete
 from coordinator.settings.placement import Crew
@@ -98,7 +98,7 @@ class Order:
     """Chunks of the plan (protocol.chunks) and its `spare` slots, where slots are claimed."""
     first_part: int = 0
     """Number of the last part before this order; its parts are numbered from the next one on."""
-    begun: Sequence[Begun] = ()
+    begun: Sequence[BegunGroup] = ()
     """What the first slots of the iteration go on with."""
     segment: Segment | None = None
 

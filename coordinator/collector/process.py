@@ -27,12 +27,12 @@ from typing import Any
 
 from coordinator.collector.collection import Collection, NodeSide, own_task, slots_of
 from coordinator.collector.mailbox import COLLECTOR_BELL, Mailbox, order_path
-from coordinator.collector.making import Making
+from coordinator.collector.making import GroupsInFlight
 from coordinator.collector.order import Order, describe_error
 from coordinator.journal.logs import is_for_people
 from rollout.collect import OURS, Stopped
 from rollout.module_search import keep_process
-from rollout.slots import Listed
+from rollout.slots import ListedSlots
 from rollout.storage.retry import SharedFsError, waiting_for_space
 from rollout.tally import Tally
 from trainer.job.doorbell import Doorbell
@@ -65,7 +65,7 @@ class Bell:
         self._bell.wait(0.0)
 
 
-class Process:
+class CollectorProcess:
     """Does what the orders of the node say, until it is killed."""
 
     def __init__(self, spool: Path) -> None:
@@ -74,7 +74,7 @@ class Process:
         self._number = 0
         """Number of the present or last order."""
         self._box = Mailbox.of_collector(spool, 0)
-        self._making: Making | None = None
+        self._making: GroupsInFlight | None = None
         self._collection: Collection | None = None
         """The newest one: it may have finished groups that are not durable yet."""
         self._node = NodeSide(self._send, self._ask, self._step)
@@ -176,13 +176,13 @@ class Process:
         self._tally.say_counts()  # before whatever ends the phase is said, which may be the last line of all
         self._send({"ended": ended})
 
-    async def _made_by(self, order: Order) -> Making:
+    async def _made_by(self, order: Order) -> GroupsInFlight:
         """Return the Making of the order's groups: the one in flight, if the order goes on with that."""
         if self._making is not None and self._making.key != order.key:
             ended, self._making = self._making, None
             await ended.end()
         if self._making is None:
-            self._making = Making(order, self._say_begun, self._step, self._tally)
+            self._making = GroupsInFlight(order, self._say_begun, self._step, self._tally)
             await self._making.enter()
         return self._making
 
@@ -191,7 +191,7 @@ class Process:
         making = await self._made_by(order)
         began_s, ahead_s = time.monotonic(), 0.0
         slots = await slots_of(order, self._node, order.slots)
-        beginning = own_task(making.collector.begin(Listed(slots)))
+        beginning = own_task(making.collector.begin(ListedSlots(slots)))
         while not self._node.stop.is_set() and not beginning.done():
             await asyncio.sleep(LOOK_S / 5)
             if making.collector.is_busy:
@@ -231,7 +231,7 @@ class Process:
 class _ToNode(logging.Handler):
     """Hands log lines to the node, which shows them as its own."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: CollectorProcess) -> None:
         super().__init__()
         self.addFilter(is_for_people)
         self._process = process
@@ -241,7 +241,7 @@ class _ToNode(logging.Handler):
         self._process.send_log(record, self.format(record))
 
 
-async def live(process: Process) -> None:
+async def live(process: CollectorProcess) -> None:
     """Do what the node orders, until the node ends this process."""
     with waiting_for_space(math.inf, process.say_full):
         try:
@@ -253,7 +253,7 @@ async def live(process: Process) -> None:
 
 def main() -> int:
     """Run the collector."""
-    process = Process(Path(sys.argv[1]))
+    process = CollectorProcess(Path(sys.argv[1]))
     _set_up_log(process)
     keep_process()
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of samples have connections each
@@ -271,7 +271,7 @@ def main() -> int:
     return 1
 
 
-def _set_up_log(process: Process) -> None:
+def _set_up_log(process: CollectorProcess) -> None:
     """Send log lines to the node, also those of this program if user code sets up the root logger anew."""
     handler = _ToNode(process)
     root = logging.getLogger()

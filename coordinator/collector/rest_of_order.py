@@ -16,7 +16,7 @@ PARTS = 1000
 
 
 @dataclass
-class Work:
+class OrderProgress:
     """An order, and what is known of it while collectors do it, one after the other if they end."""
 
     order: Order

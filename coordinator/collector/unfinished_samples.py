@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunGroup:
     """A group that an iteration goes on with, as its iteration.json has it."""
 
     iteration: int
@@ -33,14 +33,14 @@ class Begun:
     """Slot that its samples so far have in `file`, a part of the iteration before."""
 
     @classmethod
-    def all_of(cls, opened: Mapping[str, Any]) -> "list[Begun]":
+    def all_of(cls, opened: Mapping[str, Any]) -> "list[BegunGroup]":
         """Return the groups that an iteration goes on with: those of its first slots, in order."""
         return [cls(**entry) for entry in opened.get("begun", ())]
 
 
 def left_by(
     run_dir: RunDir, iteration: int, made_with: Mapping[str, Any]
-) -> tuple[list[Begun], list[int], list[int]]:
+) -> tuple[list[BegunGroup], list[int], list[int]]:
     """Return the groups that `iteration` has left unfinished for the next one, and their tasks; then those
     tasks to begin again, because the next one is `made_with` another sampling or environment.
     """
@@ -61,20 +61,22 @@ def left_by(
             iteration,
         )
         return [], [], tasks
-    before = Begun.all_of(opened)
+    before = BegunGroup.all_of(opened)
     part_of = {slot: part for part in manifest["parts"] for slot in part["slots"]}
-    begun: list[Begun] = []
+    begun: list[BegunGroup] = []
     for slot in unfinished:
         first = (
             (before[slot].iteration, before[slot].slot)
             if slot < len(before)
             else (iteration, slot - len(before))
         )
-        begun.append(Begun(*first, part_of[slot]["file"], part_of[slot]["sha256"], slot))
+        begun.append(BegunGroup(*first, part_of[slot]["file"], part_of[slot]["sha256"], slot))
     return begun, tasks, []
 
 
-def read(run_dir: RunDir, iteration: int, begun: Sequence[Begun], slots: Collection[int]) -> dict[int, Group]:
+def read(
+    run_dir: RunDir, iteration: int, begun: Sequence[BegunGroup], slots: Collection[int]
+) -> dict[int, Group]:
     """Return, by slot of `iteration`, the groups that it goes on with in `slots`.
 
     A group whose part is gone or damaged is left out: its samples are begun again, with the same seeds.

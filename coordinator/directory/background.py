@@ -20,11 +20,11 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun: _Work | None = None
+        self._begun: _BackgroundJob | None = None
 
     def begin(self, work: Callable[[], Any], key: object = None) -> None:
         """Begin with `work`; `key` says what it starts from. What was begun before is not taken any more."""
-        self._begun = _Work(self._name, work, key)
+        self._begun = _BackgroundJob(self._name, work, key)
 
     def is_idle(self, timeout_s: float = 0.0) -> bool:
         """Return whether what was begun is over, after `timeout_s` at the latest."""
@@ -46,7 +46,7 @@ class Background:
         return begun.result
 
 
-class _Work:
+class _BackgroundJob:
     def __init__(self, name: str, work: Callable[[], Any], key: object) -> None:
         self.key = key
         self.result: Any = None

@@ -27,7 +27,7 @@ LINKS = 16
 """How many claims are links to one file. After 35, GlusterFS on ext4 says that its disk is full."""
 
 
-class Shown(NamedTuple):
+class ClaimListing(NamedTuple):
     """What a listing shows of a phase, by number."""
 
     claimed: set[int]
@@ -82,13 +82,13 @@ class Claims:
         """Chunks that others had when this rank wanted them: a listing may show that much later."""
         self._on_file = on_file
 
-    def look(self) -> Shown:
+    def look(self) -> ClaimListing:
         """List what all have said of this phase."""
         numbers: dict[ClaimKind, set[int]] = {"c": set(), "m": set(), "b": set(), "g": set()}
         for claim in map(parse_claim_name, files.listing(self._directory)):
             if claim is not None and claim[:3] == self._phase:
                 numbers[claim.kind].add(claim.number)
-        return Shown(numbers["c"] | self._refused, numbers["m"], numbers["b"], numbers["g"])
+        return ClaimListing(numbers["c"] | self._refused, numbers["m"], numbers["b"], numbers["g"])
 
     def take(self, numbers: Sequence[int]) -> int | None:
         """Claim the first of `numbers` that nobody has claimed meanwhile, of the first TRIES; returns it."""

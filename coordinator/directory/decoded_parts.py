@@ -13,7 +13,7 @@ Decode = Callable[[bytes, str], tuple[PartHeader, list[Group]]]
 KEPT_BYTES = 1 << 28
 
 
-class Decoded:
+class DecodedParts:
     """Decodes parts, and returns again what the same bytes have given before. For any thread.
 
     It is asked for bytes that were just read, not for a file, so a file that has changed is never mistaken
@@ -49,5 +49,5 @@ class Decoded:
             self._bytes = 0
 
 
-decoded = Decoded()
+decoded = DecodedParts()
 """The decoded parts of this process."""

@@ -13,7 +13,7 @@ from coordinator.directory.decoded_parts import Decode
 from coordinator.directory.layout import GROUPS
 from coordinator.directory.parts import Part, first_finished, read_parts
 from coordinator.directory.published import Incomplete, names, read_json
-from rollout.origin import Origin, described
+from rollout.origin import Origin, origin_document
 from rollout.part_file import DamagedPart, decode_part
 from rollout.quota import Quota
 from rollout.storage import files, once
@@ -72,7 +72,7 @@ def manifest(
         "groups": len(groups) - len(given_up),
         "samples": sum(len(group.samples) for group in groups),
         "policy": origin.policy,
-        "origin": described(first.origin if first else origin),
+        "origin": origin_document(first.origin if first else origin),
         "parts": entries,
         "mixed_code": mixed,
         "given_up": sorted(given_up, key=lambda entry: entry["slot"]),

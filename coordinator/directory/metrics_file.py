@@ -88,7 +88,7 @@ class MetricsFile:
         return self._sorted
 
 
-class Finished:
+class FinishedIterations:
     """What a node has to know of metrics.jsonl in each iteration. Of the lines before the newest one it keeps
     at most a number each.
     """
@@ -106,7 +106,7 @@ class Finished:
         self.newest: Line | None = None
         """The line of the highest iteration."""
 
-    def look(self) -> "Finished":
+    def look(self) -> "FinishedIterations":
         """Read the new lines."""
         lines, is_anew = self._new.read()
         if is_anew:

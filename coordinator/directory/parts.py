@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPart:
     """A part that was just written."""
 
     name: str
@@ -60,7 +60,7 @@ class PartWriter:
         """Take a finished group."""
         self._waiting.append(group)
 
-    def flush(self) -> Written | None:
+    def flush(self) -> WrittenPart | None:
         """Write the waiting groups as a part; returns None if there are none."""
         with self._writing:
             groups = list(self._waiting)
@@ -71,7 +71,7 @@ class PartWriter:
             data = encode_part(groups, header)
             files.publish(self._directory / name, data)
             del self._waiting[: len(groups)]  # only now, so that a failed flush can be repeated
-            return Written(name, hashlib.sha256(data).hexdigest(), groups)
+            return WrittenPart(name, hashlib.sha256(data).hexdigest(), groups)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def read_parts(
         yield Part(name, len(data), sha256, header.origin, groups)
 
 
-def names_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
+def part_checksums_of(directory: Path, origin: Origin, rank: int) -> dict[str, str]:
     """Return name -> sha256 of the parts of `origin` that `rank` has written, whose checksums hold."""
     parts = read_parts(directory, origin, rank=rank, decode=lambda data, _sha256: (check_part(data), []))
     return {part.name.name: part.sha256 for part in parts}

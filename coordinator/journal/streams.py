@@ -40,10 +40,10 @@ def hold_up_nobody() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.flush()
-            setattr(sys, name, Unhurried(stream))
+            setattr(sys, name, PatientStream(stream))
 
 
-class Unhurried(io.TextIOBase):
+class PatientStream(io.TextIOBase):
     """A stream in front of another one, which a thread writes as its reader takes it."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.directory.layout import Kind
 from coordinator.journal import sample_tables
-from coordinator.journal.tracker_kinds import About, MLflow, Sink, TensorBoard, Trackio, WandB
+from coordinator.journal.tracker_kinds import MLflow, RunFacts, TensorBoard, Tracker, Trackio, WandB
 from coordinator.settings.metrics import MetricsSettings, SinkName
 from coordinator.settings.tree import SettingsError
 from rollout.module_search import is_installed
@@ -27,7 +27,7 @@ CLOSE_TIMEOUT_S = 30.0
 """How long the end of a run waits for a tracker to take what is left."""
 
 
-SINKS: dict[SinkName, tuple[Callable[[About], Sink], str]] = {
+SINKS: dict[SinkName, tuple[Callable[[RunFacts], Tracker], str]] = {
     "tensorboard": (TensorBoard, "tensorboardX"),
     "wandb": (WandB, "wandb"),
     "trackio": (Trackio, "trackio"),
@@ -53,7 +53,7 @@ def check_sinks(settings: MetricsSettings) -> None:
 class Sinks:
     """The trackers of a run. They are opened by the first line, in a thread that feeds them."""
 
-    def __init__(self, run: About) -> None:
+    def __init__(self, run: RunFacts) -> None:
         self._about = run
         self._names = run.settings.metrics.sinks
         self._lines: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ class Sinks:
         self._thread = None
 
     def _feed(self) -> None:
-        sinks: dict[SinkName, Sink] = {}
+        sinks: dict[SinkName, Tracker] = {}
         for name in self._names:
             with _alone(name, sinks):
                 sinks[name] = SINKS[name][0](self._about)
@@ -97,7 +97,7 @@ class Sinks:
             with _alone(name, sinks):
                 sinks[name].close()
 
-    def _send_samples(self, iteration: int, sinks: dict[SinkName, Sink]) -> None:
+    def _send_samples(self, iteration: int, sinks: dict[SinkName, Tracker]) -> None:
         groups = self._about.settings.metrics.samples
         for kind in KINDS if groups else ():
             try:
@@ -115,7 +115,7 @@ class Sinks:
 
 
 @contextlib.contextmanager
-def _alone(name: SinkName, sinks: dict[SinkName, Sink]) -> Generator[None]:
+def _alone(name: SinkName, sinks: dict[SinkName, Tracker]) -> Generator[None]:
     """What a tracker raises ends it, and nothing else."""
     try:
         yield

@@ -15,7 +15,7 @@ from coordinator.settings.tree import RunSettings
 
 
 @dataclass(frozen=True)
-class About:
+class RunFacts:
     """What a tracker is told of the run. It is the same after a restart, so that its curves go on."""
 
     run_id: str
@@ -24,7 +24,7 @@ class About:
     settings: RunSettings
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A tracker. Raises whatever its library raises."""
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -45,7 +45,7 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in <log-path>/tensorboard."""
 
-    def __init__(self, run: About) -> None:
+    def __init__(self, run: RunFacts) -> None:
         tensorboardx: Any = importlib.import_module("tensorboardX")
         self._writer = tensorboardx.SummaryWriter(
             logdir=str(run.directory / "tensorboard"),
@@ -79,7 +79,7 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases whose id is the run's; where it reports to is set as its users set it."""
 
-    def __init__(self, run: About) -> None:
+    def __init__(self, run: RunFacts) -> None:
         self._wandb: Any = importlib.import_module("wandb")
         self._run = self._wandb.init(
             project=run.settings.metrics.project,
@@ -110,7 +110,7 @@ class WandB:
 class Trackio:
     """A run of trackio, kept on this machine unless its user has set it up otherwise."""
 
-    def __init__(self, run: About) -> None:
+    def __init__(self, run: RunFacts) -> None:
         self._trackio: Any = importlib.import_module("trackio")
         self._trackio.init(
             project=run.settings.metrics.project,
@@ -141,7 +141,7 @@ class MLflow:
     _MOST = 100
     """Parameters, or metrics, of one request."""
 
-    def __init__(self, run: About) -> None:
+    def __init__(self, run: RunFacts) -> None:
         self._entities: Any = importlib.import_module("mlflow.entities")
         mlflow: Any = importlib.import_module("mlflow")
         self._client, self._image = mlflow.MlflowClient(), mlflow.Image

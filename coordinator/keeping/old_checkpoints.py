@@ -27,7 +27,7 @@ UNVERIFIED = 2
 """So many checkpoints more than the settings keep may wait for one to be verified."""
 
 
-def kept(
+def checkpoints_to_keep(
     checkpoints: Sequence[int],
     score: Callable[[int], float | None],
     settings: CheckpointSettings,
@@ -54,7 +54,7 @@ def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     run_dir = node.run_dir
     there = _whole(node)
     sampling = node.settings.cluster.max_async_level + 1  # the next iterations are sampled by these
-    stay = kept(there, node.finished.look().score, node.settings.checkpoints, sampling)
+    stay = checkpoints_to_keep(there, node.finished.look().score, node.settings.checkpoints, sampling)
     verified = _newest_verified(node, there, set(there) - stay)
     for number in sorted(set(there) - stay):
         if number < verified:

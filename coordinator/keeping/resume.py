@@ -5,7 +5,7 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.tree import RunSettings
 from rollout.quota import Quota
@@ -20,7 +20,7 @@ def trained_iterations(run_dir: RunDir, before: int) -> list[int]:
     return [line["iteration"] for line in lines if line["kind"] in TRAINS and line["iteration"] < before]
 
 
-def next_iteration(finished: Finished, settings: RunSettings) -> int:
+def next_iteration(finished: FinishedIterations, settings: RunSettings) -> int:
     """Return 1 + the last iteration that this kind of run has finished."""
     finishing = {"both": TRAINS, "update": TRAINS, "rollout": ("both", "rollout")}
     counted = finishing.get(settings.kind, ("both", "rollout", "update", "eval"))

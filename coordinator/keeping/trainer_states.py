@@ -99,7 +99,7 @@ def _trained(run_dir: RunDir, iteration: int) -> TrainedBatch | None:
     return batch if batch.batch_sha256 == batch_json["sha256"] else None
 
 
-def located(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:
+def with_local_paths(run_dir: RunDir, base: Policy, resume: Resume) -> Resume:
     """Return `resume` with the absolute paths of this node, and with the state inside of `base` if it names
     none.
     """

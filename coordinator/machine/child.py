@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from coordinator.machine import reaper
-from coordinator.machine.child_output import Output
+from coordinator.machine.child_output import ChildOutput
 from trainer.job.launch import LAUNCHER
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Child:
         stdout = self._process.stdout
         assert stdout is not None
         self.pid = self._process.pid
-        self._output = Output(name, stdout, log, echo)
+        self._output = ChildOutput(name, stdout, log, echo)
 
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of its output; complete once `poll` or `wait` has said that it has exited."""

@@ -22,7 +22,7 @@ LINE_BYTES = 64 * 1024
 """Longer lines are split."""
 
 
-class Output:
+class ChildOutput:
     """Reads a stream to its end in a thread of its own, whatever becomes of the log file and of `echo`."""
 
     def __init__(

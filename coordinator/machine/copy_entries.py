@@ -51,7 +51,7 @@ def use(descriptor: int, entry: Path) -> bool:
     return _lock(descriptor, entry, fcntl.LOCK_SH) and (entry / COPY).is_dir()
 
 
-def begin(folder: Path) -> tuple[Path, int]:
+def begin_copy(folder: Path) -> tuple[Path, int]:
     """Make an entry without a key; return it, and a descriptor with its exclusive lock. Raises OSError."""
     for _attempt in range(TRIES):
         entry = Path(tempfile.mkdtemp(prefix=NEW, dir=folder))

@@ -16,13 +16,13 @@ from coordinator.machine.copy_entries import COPY, PART, StoreError, make_room
 from rollout.storage import delta, files, hashing
 from rollout.storage.files import SharedFsError
 from rollout.storage.hashing import FileFacts, Moved
-from rollout.storage.writer import Sink, copy_of
+from rollout.storage.writer import FileSink, copy_of
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Copying:
+class CopyOrder:
     """What Store.hold was asked for; see there."""
 
     source: Path
@@ -34,7 +34,7 @@ class Copying:
     """The files are on this machine, and links to them are enough."""
 
 
-def fill(entry: Path, order: Copying) -> None:
+def fill(entry: Path, order: CopyOrder) -> None:
     """Copy the files, in threads; `entry` goes if that fails. Raises as Store.hold."""
     source = order.source
     began_s = time.monotonic()
@@ -67,7 +67,7 @@ def fill(entry: Path, order: Copying) -> None:
     log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
 
 
-def _copy(order: Copying, target: Path, name: str) -> int:
+def _copy(order: CopyOrder, target: Path, name: str) -> int:
     """Make one file, by its delta if that can be had. Returns its size if it was; Incomplete if the file in
     `source` is another one.
     """
@@ -79,7 +79,7 @@ def _copy(order: Copying, target: Path, name: str) -> int:
         (target / name).symlink_to(path.resolve())
         return 0
     with open(target / name, "wb") as file:
-        sink = Sink(file, order.moved)
+        sink = FileSink(file, order.moved)
         copy_of(path)(sink)
     if (actual := sink.facts) != expected:
         raise Incomplete(
@@ -89,7 +89,7 @@ def _copy(order: Copying, target: Path, name: str) -> int:
     return 0
 
 
-def _rebuild(order: Copying, target: Path, name: str) -> bool:
+def _rebuild(order: CopyOrder, target: Path, name: str) -> bool:
     """Make one file of its delta and the file before, or of that alone where there is no delta; return
     whether it has come to the right checksum.
     """
@@ -99,7 +99,7 @@ def _rebuild(order: Copying, target: Path, name: str) -> bool:
             os.link(before, target / name)
             return True
         with open(before, "rb") as old, open(target / name, "wb") as file:
-            sink = Sink(file, order.moved)
+            sink = FileSink(file, order.moved)
             delta.apply(old, hashing.pieces(change), sink.write)
         problem = "that comes to another checksum" if sink.facts != order.files[name] else ""
     except (OSError, delta.DamagedDelta) as error:

@@ -14,12 +14,12 @@ from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_gpus, least_gpu_bytes
 from coordinator.machine.host_lock import acquire, host_lock
-from coordinator.machine.weights import Adapters, Loader, Running
+from coordinator.machine.weights import Adapters, Loader, RunningServer
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX, EngineError, EngineFacts
 from rollout.engines.generated import Generated
 from rollout.engines.kinds.choice import engine_kind
-from rollout.engines.kinds.kind import EngineKind, Server
+from rollout.engines.kinds.kind import EngineKind, ServerCommand
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ REFUSES_WORDS = 2
 """The exit status of a program that does not take its command line."""
 
 
-class _Over(Exception):
+class _NoLongerNeeded(Exception):
     """Nobody needs the server just now."""
 
 
@@ -51,7 +51,7 @@ class EngineHost:
         """The node's own server; None: the user runs it, or there is none yet."""
         self._admin: EngineAdmin | None = None
         self._kind: EngineKind | None = None
-        self._server: Server | None = None
+        self._server: ServerCommand | None = None
         self._unnamed: Policy | None = None
         """The policy that the node's own server was started with, until its name is set."""
         self._socket: Path | None = None
@@ -116,7 +116,9 @@ class EngineHost:
         assert self._admin is not None and self._kind is not None
         replicas = self._server.replicas if self._server else 1
         start = self._starts if self._child is not None else 0
-        running = Running(self._admin, self.url, replicas, start, self._kind.proves, self._kind.dtype[1])
+        running = RunningServer(
+            self._admin, self.url, replicas, start, self._kind.proves, self._kind.dtype[1]
+        )
         self._loader.load(running, policy, settings.probe_tolerance)
 
     def end(self) -> None:
@@ -179,7 +181,7 @@ class EngineHost:
         def check_or_end() -> None:
             check()
             if over.is_set():
-                raise _Over
+                raise _NoLongerNeeded
 
         answered_s, restarts = time.monotonic(), 0
         before: Generated | None = None
@@ -210,7 +212,7 @@ class EngineHost:
                 self._start(served, settings, self._socket)
                 self._await(settings, check_or_end)
                 self._load(served, settings)
-            except _Over:
+            except _NoLongerNeeded:
                 return  # it is starting: whoever needs it next waits for it
             finally:
                 self._starts_again = False

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from rollout.environment_variables import is_utf8
 from rollout.storage.retry import retry
 
@@ -52,7 +52,7 @@ def own_folder(name: str, below: str | None = None) -> Path:
         return folder
     other = "give another cluster.local_dir" if below else "set TMPDIR to a directory that is yours alone"
     text = f"{folder} {fault}: remove it, or {other}"
-    raise Ended(Exit.FAILED, text)
+    raise NodeEnded(Exit.FAILED, text)
 
 
 def link_in_utf8(directory: Path) -> Path:
@@ -173,7 +173,7 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFile
             text = (
                 f"another process of {who} on this host does not end; its pid is in {holder}{if_stale(lock)}"
             )
-            raise Ended(Exit.FAILED, text)
+            raise NodeEnded(Exit.FAILED, text)
     holder.write_text(json.dumps(_facts(psutil.Process())))
     return lock
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import is_lockable, own_folder
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.settings.tree import SettingsError
 from rollout.environment_variables import control_groups
 from rollout.storage import files
@@ -109,7 +109,7 @@ def oddities() -> Iterator[str]:
         tempfile.gettempdir()
     except FileNotFoundError:
         yield "no directory for temporary files can be written: a run takes one below its own directory"
-    with contextlib.suppress(Ended, OSError):
+    with contextlib.suppress(NodeEnded, OSError):
         if not is_lockable(folder := own_folder("locks")):
             yield f"locks are refused in {folder}: files stand for them (or set TMPDIR to a local disk)"
     for variable in launch.INTERFACES:

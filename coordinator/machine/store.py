@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.machine import copy_entries, copying
 from coordinator.machine.copy_entries import COPY, PART, StoreError
-from coordinator.machine.copying import Copying
+from coordinator.machine.copying import CopyOrder
 from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
@@ -78,7 +78,7 @@ class Store:
                 self._held[key] = descriptor
         if descriptor is None:
             self._let_go(HELD - 1)
-            order = Copying(source, files, moved, before or {}, threads, is_here)
+            order = CopyOrder(source, files, moved, before or {}, threads, is_here)
             descriptor = copy_entries.acquire(folder / key, lambda: copying.fill(folder / key, order), moved)
             self._keep(key, descriptor)
             self._let_go(HELD)
@@ -101,7 +101,7 @@ class Store:
                 f"{folder} has room for {free / 1e9:.2f} GB, and the policy has {size / 1e9:.2f} GB"
             )
         try:
-            self._begun = copy_entries.begin(folder)
+            self._begun = copy_entries.begin_copy(folder)
             part = self._begun[0] / PART
             part.mkdir()
         except OSError as error:

@@ -31,7 +31,7 @@ LOOK_S = 0.1
 
 
 @dataclass
-class _Asked:
+class _TrainingRequest:
     """What the trainers of this node are doing."""
 
     request: TrainRequest
@@ -58,7 +58,7 @@ class TrainerHost:
         self._number = 0
         self._trained = 0
         """The iteration that the job has trained last."""
-        self._asked: _Asked | None = None
+        self._asked: _TrainingRequest | None = None
 
     def meeting(self, job: str, address: str) -> dict[str, Any]:
         """Return where the job meets (for the master): where it runs already, else `job` at a free port."""
@@ -126,7 +126,7 @@ class TrainerHost:
         assert self._child is not None
         self._number += 1
         launch.submit(self._child.spool, self._number, request)
-        self._asked = _Asked(request, processes, check, progress)
+        self._asked = _TrainingRequest(request, processes, check, progress)
         while not self.is_done():
             if (
                 request.ahead

@@ -33,7 +33,7 @@ class Adapters:
     rank: int
 
 
-class Running(NamedTuple):
+class RunningServer(NamedTuple):
     """A server that answers."""
 
     admin: EngineAdmin
@@ -74,7 +74,7 @@ class Loader:
         """Return the whole model that a server starts with to serve `policy`."""
         return policy if self.adapters is None or self.name_of(policy) is None else self.adapters.base
 
-    def load(self, server: Running, policy: Policy, tolerance: float | None = None) -> None:
+    def load(self, server: RunningServer, policy: Policy, tolerance: float | None = None) -> None:
         """Have the server answer with `policy`, and prove it; EngineError if that cannot be had.
 
         `tolerance`: how far the mean logprob of a probe may differ; None: as the number types let expect.
@@ -109,7 +109,7 @@ class Loader:
             probe_differs=self._differs,
         )
 
-    def _meet(self, server: Running) -> bool:
+    def _meet(self, server: RunningServer) -> bool:
         """Find out what a server can prove, before anything is loaded into it. Return whether it has just
         compared itself to the directory that it was started with.
         """
@@ -144,7 +144,9 @@ class Loader:
         finally:
             self._proof_s += time.monotonic() - began_s
 
-    def _wrong(self, server: Running, policy: Policy, tolerance: float | None, fresh: bool) -> str | None:
+    def _wrong(
+        self, server: RunningServer, policy: Policy, tolerance: float | None, fresh: bool
+    ) -> str | None:
         """Return the fault of the weights that the engine computes with; None if there is none.
 
         `fresh`: it has just compared them to the directory that it was started with, which is the policy's.
@@ -183,7 +185,7 @@ class Loader:
         same_kind = (self.name_of(before) is None) == (self.name_of(policy) is None)
         return before.directory if same_kind else None
 
-    def _probe(self, server: Running, policy: Policy, tolerance: float | None) -> str | None:
+    def _probe(self, server: RunningServer, policy: Policy, tolerance: float | None) -> str | None:
         """Return the fault if the engine's logprobs are not the ones that the trainer wrote, else None.
 
         Every replica is asked. A checkpoint without a probe passes, and so does the model of the start.

@@ -11,14 +11,14 @@ from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.position import Position
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.watch import Watch
 from rollout.storage.files import SharedFsError
 from rollout.storage.retry import RETRY_S, is_listed, waiting_for_space
 
 
-class Outage:
+class DirectoryOutage:
     """Waits for the shared directory, for cluster.rejoin_timeout_s at most."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Outage:
         elif self._missed_s is None:
             self._missed_s = now_s
         elif now_s - self._missed_s > RETRY_S:
-            raise Ended(Exit.FAILED, f"{gone}. {self._messages.repair()}")
+            raise NodeEnded(Exit.FAILED, f"{gone}. {self._messages.repair()}")
 
     def is_cut_off(self) -> bool:
         """Return whether the directory does not take this node's beats just now, or is not mounted as it was:
@@ -82,7 +82,7 @@ class Outage:
             first_s = now_s
         self._full_s = first_s, now_s
         if now_s - first_s > self._identity.settings.cluster.rejoin_timeout_s:
-            raise Ended(Exit.LOST, f"{error}. {self._messages.repair()}")
+            raise NodeEnded(Exit.LOST, f"{error}. {self._messages.repair()}")
 
     def wait_out(self) -> None:
         """Wait until the directory shows a beat of this node again. Raises Ended.
@@ -99,11 +99,11 @@ class Outage:
             if is_master and not heart.was_seen and self._watch.away is None:
                 unseen = f"{root} takes this node's heartbeats, but has shown none of them"
                 text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
-                raise Ended(Exit.FAILED, f"{text}; on this machine: {self._messages.doctor_command()}")
+                raise NodeEnded(Exit.FAILED, f"{text}; on this machine: {self._messages.doctor_command()}")
             if time.monotonic() > deadline_s:
                 why = f" ({self._watch.away})" if self._watch.away else ""
                 silent = f"{root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
-                raise Ended(Exit.LOST, f"{silent}. {self._messages.repair()}")
+                raise NodeEnded(Exit.LOST, f"{silent}. {self._messages.repair()}")
         if not is_master:
             self._watch.leave()
             if not heart.renew():

@@ -13,11 +13,11 @@ from coordinator.node.messages import Messages
 from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.position import GATHERING, Position
 from coordinator.protocol.back_off import BackOff
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beats
 from coordinator.protocol.on_node_failure import FailurePolicy, failure_policy
-from coordinator.protocol.records import EpochRecord, Given, Member, claim, new_token
+from coordinator.protocol.records import EpochRecord, GivenSettings, Member, claim, new_token
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.split_slots import share_sizes
 from coordinator.protocol.watch import Watch
@@ -114,7 +114,7 @@ class Gathering:
                 return record
             if time.monotonic() > until_s:
                 taken = f"{self._identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
-                raise Ended(Exit.FAILED, f"{taken} has shown by whom; {self._messages.doctor_command()}")
+                raise NodeEnded(Exit.FAILED, f"{taken} has shown by whom; {self._messages.doctor_command()}")
             log.info("epoch %d is taken: looking again", number)
             time.sleep(self._cluster.poll_max_s)
 
@@ -152,7 +152,9 @@ class Gathering:
             master_incarnation=self._watch.incarnation,
             master_host=me.host,
             settings=me.of_run.model_dump(mode="json"),
-            given=Given(host=me.host, settings=dict(me.overrides)) if me.overrides is not None else None,
+            given=GivenSettings(host=me.host, settings=dict(me.overrides))
+            if me.overrides is not None
+            else None,
             inputs=me.inputs.codes(),
             members=members,
         )
@@ -182,7 +184,7 @@ class Gathering:
             who = self._identity.run_dir.names(self._position.waiting_for)
             commands = self._commands(self._position.waiting_for)
             text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
-            raise Ended(Exit.LOST, text, "gave_up")
+            raise NodeEnded(Exit.LOST, text, "gave_up")
         return members
 
     def _commands(self, ranks: Collection[int]) -> str:
@@ -242,7 +244,7 @@ class Gathering:
         if text := gpu_shortfall(cluster, gpu_counts, hosts) or (
             trains and half_with_gpus(gpu_counts, hosts)
         ):
-            raise Ended(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
+            raise NodeEnded(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
         return {
             rank: Member(
                 incarnation=board.beats[rank].incarnation if rank else self._watch.incarnation,

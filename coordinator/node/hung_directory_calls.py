@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.machine.children import Children
-from rollout.storage.retry import Call, under_way
+from rollout.storage.retry import DirectoryCall, under_way
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ HANGS_S = 5.0
 LOOK_S = 1.0
 
 
-def end_children_if_calls_hang(children: Children, describe: Callable[[Call], str]) -> None:
+def end_children_if_calls_hang(children: Children, describe: Callable[[DirectoryCall], str]) -> None:
     """From now on, kill `children` once a call on the directory has hung for HANGS_S. The thread that is in
     this call cannot be ended: the process goes once the call has returned. `describe` says so to a person.
     """
@@ -23,7 +23,7 @@ def end_children_if_calls_hang(children: Children, describe: Callable[[Call], st
     threading.Thread(target=_look, args=arguments, name="hanging", daemon=True).start()
 
 
-def _look(children: Children, describe: Callable[[Call], str]) -> None:
+def _look(children: Children, describe: Callable[[DirectoryCall], str]) -> None:
     began_s = time.monotonic()
     while True:
         time.sleep(LOOK_S)

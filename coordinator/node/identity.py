@@ -12,11 +12,11 @@ from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.settings.tree import RunSettings
 from coordinator.start.inputs import local_processes
-from coordinator.start.start import Start
+from coordinator.start.start import NodeStart
 
 
 @dataclass
-class Identity(Start):
+class Identity(NodeStart):
     """Facts about this node, from START on. Its settings change with each epoch, its addresses with its
     network.
     """
@@ -33,7 +33,7 @@ class Identity(Start):
     gpu_count: int = 0
 
     @classmethod
-    def from_start(cls, start: Start) -> "Identity":
+    def from_start(cls, start: NodeStart) -> "Identity":
         """Return the identity of the node that START has let in."""
         processes = local_processes(start.settings)
         return cls(**vars(start), processes=processes, gpu_count=count_gpus())

@@ -12,7 +12,7 @@ from coordinator.node.position import Position
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
-from rollout.storage.retry import Call
+from rollout.storage.retry import DirectoryCall
 
 STARTED_BY = "FLAGPOST_STARTED_BY"
 """The environment variable in which `run local` tells its nodes the command that starts them all."""
@@ -84,7 +84,7 @@ class Messages:
             f"{me.name} ({me.host}) was interrupted by {name}{self._position.where()}. {self.repair(me.rank)}"
         )
 
-    def hangs(self, number: int, call: Call) -> str:
+    def hangs(self, number: int, call: DirectoryCall) -> str:
         """Return the message about a call that keeps this node from ending at a signal."""
         me, name = self._identity, signal.Signals(number).name
         return (

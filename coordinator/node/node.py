@@ -15,12 +15,12 @@ from coordinator.directory import claims
 from coordinator.directory.background import Background
 from coordinator.directory.history import History
 from coordinator.directory.layout import MASTER, Kind, RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import half_pictures
 from coordinator.directory.remover import Remover
 from coordinator.directory.sweeper import Sweeper
 from coordinator.journal.events import Events, about_this_process
-from coordinator.journal.tracker_feed import About, Sinks
+from coordinator.journal.tracker_feed import RunFacts, Sinks
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.gpus import GpuSampler
@@ -28,7 +28,7 @@ from coordinator.machine.host_lock import hold_for_process, name_of_run
 from coordinator.machine.signals import Signals
 from coordinator.machine.store import Store
 from coordinator.machine.trainer import TrainerHost
-from coordinator.node.directory_outage import Outage
+from coordinator.node.directory_outage import DirectoryOutage
 from coordinator.node.flags import Flags, Payload
 from coordinator.node.gathering import Gathering
 from coordinator.node.guests_present import Guests
@@ -42,13 +42,13 @@ from coordinator.node.phase_endings import PhaseEndings
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.node.prefetch import Prefetch
-from coordinator.protocol.exits import Ended, EpochChanged, Exit
+from coordinator.protocol.exits import EpochChanged, Exit, NodeEnded
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.watch import ENDED, Watch
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import difference
-from coordinator.start.start import Start
+from coordinator.start.start import NodeStart
 from rollout.storage import files
 from rollout.storage.hashing import Moved
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 class Node:
     """A node that has started. Each of its parts has one task; none of them knows the node."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: NodeStart) -> None:
         self.identity = Identity.from_start(start)
         self.position = Position(start.run_dir.names, lambda: self.engine.is_starting)
         run_dir, rank, settings = self.run_dir, self.rank, start.settings
@@ -71,7 +71,7 @@ class Node:
         self.collector = CollectorHost(self.children, run_dir, rank, self.events.add)
         self.store = Store(settings.cluster.local_dir)
         self.gpus = GpuSampler(settings.cluster.beat_interval_s)
-        self.sinks = Sinks(About(start.run_id, run_dir.root, settings))
+        self.sinks = Sinks(RunFacts(start.run_id, run_dir.root, settings))
         self.remover = Remover()
         self.sweeper = Sweeper()
         self.verifier = Background("verifier")
@@ -89,7 +89,9 @@ class Node:
             self.identity, self.position, self.watch, self.messages, self.phase_endings, self._describe
         )
         self.pending = Pending(self.identity, self.position, self.watch, self.messages, self.phase_endings)
-        self.outage = Outage(self.identity, self.position, self.watch, self.messages, self.phase_endings)
+        self.outage = DirectoryOutage(
+            self.identity, self.position, self.watch, self.messages, self.phase_endings
+        )
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.watch.look_for_run = self.outage.look_for_run
@@ -106,7 +108,9 @@ class Node:
         kinds: tuple[Kind, ...] = ("train", "eval")
         self.histories = {kind: History(run_dir, kind) for kind in kinds}
         checkpoints = settings.checkpoints
-        self.finished = Finished(run_dir, keeps_scores=checkpoints.keep_best > 0, by=checkpoints.best_by)
+        self.finished = FinishedIterations(
+            run_dir, keeps_scores=checkpoints.keep_best > 0, by=checkpoints.best_by
+        )
         self._lock: BaseFileLock | None = None
         self._begun: Iteration | None = None
         """The newest iteration."""
@@ -246,7 +250,7 @@ class Node:
         except SettingsError as error:
             problem = str(error)
         if problem is not None:
-            raise Ended(Exit.FAILED, self.messages.failure(SettingsError(problem)), "failed")
+            raise NodeEnded(Exit.FAILED, self.messages.failure(SettingsError(problem)), "failed")
 
     def follow(self, record: EpochRecord) -> None:
         """Take over the settings of the run's master, which leads another crew, in a new epoch."""

@@ -8,7 +8,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.phase_endings import CODES
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.liveness import Silence
@@ -57,7 +57,7 @@ class OtherCrew:
                 log.error("%s. Then, on that machine: %s", error_text, self._command())
             if flag.kind in CALLS:
                 text = f"the {self.crew} crew has ended: {read_call(self._run_dir, flag)}"
-                raise Ended(CALLS[flag.kind], text, flag.kind if self._identity.is_master else "left")
+                raise NodeEnded(CALLS[flag.kind], text, flag.kind if self._identity.is_master else "left")
 
     def check(self) -> None:
         """Raise Ended if the other crew is away for too long. Log when it is lost, and when it is back."""
@@ -74,7 +74,7 @@ class OtherCrew:
         self._is_lost = is_lost
         if silent_s > policy.master_patience_s(self._cluster):
             text = f"{self.describe()} was silent for {silent_s:.0f} s. To resume, start all again; there: "
-            raise Ended(Exit.LOST, f"{text}{self._command()}", "gave_up")
+            raise NodeEnded(Exit.LOST, f"{text}{self._command()}", "gave_up")
 
     def other_settings(self) -> EpochRecord | None:
         """Return the newest record of the run's master, if that leads the other crew, and if its settings, or

@@ -9,7 +9,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.phase_endings import CODES, MOVED, PhaseEndings
 from coordinator.node.position import GATHERING, Position
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
@@ -56,7 +56,7 @@ class Pending:
         patience_s = max(self._cluster.node_timeout_s, CACHED_S + 5.0)
         heartbeat = watch.wait(lambda _: watch.heartbeat(MASTER) or None, check, lambda: "rank 0", patience_s)
         if heartbeat is None:
-            raise Ended(Exit.LOST, f"the master has gone while {me.name} was starting")
+            raise NodeEnded(Exit.LOST, f"the master has gone while {me.name} was starting")
         unreached: list[network.NetworkError] = []
 
         def reaches_master(_board: Board) -> bool | None:
@@ -117,7 +117,7 @@ class Pending:
             if waited_s > self._cluster.rejoin_timeout_s:
                 me = self._identity.name
                 text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"
-                raise Ended(Exit.LOST, text)
+                raise NodeEnded(Exit.LOST, text)
 
         record = watch.wait(admitted, check, lambda: "the master to take this node in")
         assert record is not None  # without a time limit
@@ -139,9 +139,9 @@ class Pending:
         if member is not None and member.incarnation > self._watch.incarnation:
             raise self._phase_endings.superseded()
         if newest.kind == "finished":
-            raise Ended(Exit.DONE, "the run is finished")
+            raise NodeEnded(Exit.DONE, "the run is finished")
         if newest.kind == "moved":
-            raise Ended(Exit.MOVED, MOVED)
+            raise NodeEnded(Exit.MOVED, MOVED)
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:

@@ -8,7 +8,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
-from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, TrainerFailed
+from coordinator.protocol.exits import EpochChanged, Exit, Fenced, NodeEnded, NodeLost, TrainerFailed
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
@@ -27,18 +27,20 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
     if event in {Event.NEW_EPOCH, Event.RETURNED}:
         return EpochChanged()
     if event is Event.FINISHED:
-        return Ended(Exit.DONE, "the run is finished")
+        return NodeEnded(Exit.DONE, "the run is finished")
     if event is Event.MOVED:
-        return Ended(Exit.MOVED, MOVED)
+        return NodeEnded(Exit.MOVED, MOVED)
     if event is Event.SUPERSEDED:
-        return Ended(Exit.SUPERSEDED, text)
+        return NodeEnded(Exit.SUPERSEDED, text)
     if event is Event.TRAINER_FAILED:
         return TrainerFailed(f"the training job failed on another node: {text}")
     if event in CODES:  # the workers hear the master alone, so it says again what one of them has said
-        return Ended(CODES[event], text, event.name.lower() if is_master and verdict.rank != MASTER else None)
+        return NodeEnded(
+            CODES[event], text, event.name.lower() if is_master and verdict.rank != MASTER else None
+        )
     if is_master and failure_policy(on_node_failure).holds:
         return NodeLost(verdict.rank or 0, text, event is Event.STALLED)
-    return Ended(Exit.LOST, text, "gave_up" if is_master else "left")
+    return NodeEnded(Exit.LOST, text, "gave_up" if is_master else "left")
 
 
 class PhaseEndings:
@@ -56,7 +58,7 @@ class PhaseEndings:
         """Raise what has ended the present phase, if anything has."""
         self.check_self()
         end = self.ending_of(self._watch.verdict) if self._watch.verdict is not None else None
-        if self._watch.fence.tripped and not isinstance(end, Ended):
+        if self._watch.fence.tripped and not isinstance(end, NodeEnded):
             raise Fenced
         if end is not None:
             raise end
@@ -73,7 +75,7 @@ class PhaseEndings:
         if (number := self._watch.signal) is not None:
             stops = self._identity.leads_run and number == signal.SIGINT
             text = self._messages.interrupted(signal.Signals(number).name)
-            raise Ended(Exit.INTERRUPTED, text, "stopped" if stops else "left")
+            raise NodeEnded(Exit.INTERRUPTED, text, "stopped" if stops else "left")
         if self._watch.error is not None:
             raise self._watch.error
 
@@ -102,12 +104,12 @@ class PhaseEndings:
                 self.check_still_master()
             self.check()
 
-    def superseded(self) -> Ended:
+    def superseded(self) -> NodeEnded:
         """Return the end of a process that another one has replaced."""
         newest = self._watch.newest_record()
         if newest is not None and newest.kind == "moved":
-            return Ended(Exit.MOVED, MOVED)
-        return Ended(Exit.SUPERSEDED, self._messages.superseded())
+            return NodeEnded(Exit.MOVED, MOVED)
+        return NodeEnded(Exit.SUPERSEDED, self._messages.superseded())
 
     def _is_master_silent(self) -> bool:
         silent_s = self._watch.silence.silent_s.get(MASTER, 0.0)

@@ -28,7 +28,7 @@ UNITS = {
 
 
 @dataclass
-class _Place:
+class _PhaseStay:
     """Where the node is from one `move` to the next, and how far it got there. Moments (`since_s`,
     `reached_s`) are of this node's monotonic clock.
     """
@@ -62,7 +62,7 @@ class Position:
         starting, in whatever phase that is.
         """
         self._names, self._engine_starts = names, engine_starts
-        self._place = _Place()
+        self._place = _PhaseStay()
         self._last = 0
         """The iteration that the node was in last: between two epochs it is in none."""
 
@@ -70,7 +70,7 @@ class Position:
         self, state: str, iteration: int = 0, phase: str = "", waiting_for: list[int] | None = None
     ) -> None:
         """Come to another place; progress and waiting begin anew."""
-        self._place = _Place(state, iteration, phase, waiting_for or [])
+        self._place = _PhaseStay(state, iteration, phase, waiting_for or [])
         self._last = iteration or self._last
 
     def end(self, state: str) -> None:

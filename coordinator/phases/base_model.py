@@ -12,7 +12,7 @@ from filelock import Timeout
 from coordinator.directory import published
 from coordinator.machine.host_lock import if_stale, link_in_utf8, lock_of, own_folder
 from coordinator.node.node import Node
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.snapshot import Board
 from rollout.environment_variables import cores
 from rollout.settings import TINY
@@ -79,7 +79,7 @@ def _from_cache(node: Node) -> Path:
         except Timeout:
             continue
     text = f"another process builds {model} and does not end; end it{if_stale(lock)}"
-    raise Ended(Exit.FAILED, text, "failed")
+    raise NodeEnded(Exit.FAILED, text, "failed")
 
 
 def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:
@@ -100,7 +100,7 @@ def _build(node: Node, target: Path, tasks: str, seed: int, steps: int) -> None:
     while child.wait(0.2) is None:
         node.check()
     if child.poll() != 0 or not target.is_dir():
-        raise Ended(Exit.FAILED, f"the built-in model could not be made:\n{child.tail(20)}", "failed")
+        raise NodeEnded(Exit.FAILED, f"the built-in model could not be made:\n{child.tail(20)}", "failed")
 
 
 def _program(tasks: str) -> str:

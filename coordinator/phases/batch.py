@@ -13,7 +13,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase
 from coordinator.settings.tree import RunSettings
 from rollout.origin import Origin
@@ -22,13 +22,13 @@ from rollout.settings_tree import Mark, marked
 from rollout.storage import files, once
 from rollout.tasks.task_set import TaskSet, group_seed
 from trainer.batch.batch import Batch, DamagedBatch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
 
-class Made(NamedTuple):
+class BuiltBatch(NamedTuple):
     """A batch, and what it was made from."""
 
     batch: Batch
@@ -55,7 +55,7 @@ def write_batch(node: Node, iteration: Iteration) -> None:
     """Compute advantages and write the batch, unless one that verifies is there."""
     number = iteration.number
 
-    def take(expected: Mapping[str, Any]) -> Made | None:
+    def take(expected: Mapping[str, Any]) -> BuiltBatch | None:
         return node.ahead.take((number, expected), node.check)
 
     ensure_batch(node.run_dir, number, node.settings, take, node.identity.inputs.tasks)
@@ -65,7 +65,7 @@ def ensure_batch(
     run_dir: RunDir,
     iteration: int,
     settings: RunSettings,
-    take: Callable[[Mapping[str, Any]], Made | None] = lambda _wanted: None,
+    take: Callable[[Mapping[str, Any]], BuiltBatch | None] = lambda _wanted: None,
     tasks: TaskSet | None = None,
 ) -> None:
     """Write the batch, unless one is there that verifies, names this manifest and was made by these settings.
@@ -88,7 +88,7 @@ def ensure_batch(
         once.withdraw(path, path.with_suffix(".damaged"))
         raise
     except ValueError as error:  # these samples and these settings do not go together
-        raise Ended(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
+        raise NodeEnded(Exit.FAILED, f"iteration {iteration}: {error}", "failed") from error
     _publish(run_dir, iteration, result, expected)
 
 
@@ -107,7 +107,9 @@ def _wanted(manifest_sha256: str, settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str, tasks: TaskSet | None) -> Made:
+def _make(
+    run_dir: RunDir, iteration: int, settings: RunSettings, digest: str, tasks: TaskSet | None
+) -> BuiltBatch:
     """Make the batch of the manifest that has this digest.
 
     Raises Incomplete if a part of the iteration is gone or altered, ValueError as build_batch.
@@ -137,7 +139,7 @@ def _make(run_dir: RunDir, iteration: int, settings: RunSettings, digest: str, t
         reward_weights=_weights(settings, origin),
         task_sources=_task_sources(run_dir, iteration, settings, tasks),
     )
-    return Made(batch, batch.encode(), [*older, iteration])
+    return BuiltBatch(batch, batch.encode(), [*older, iteration])
 
 
 def _verifies(run_dir: RunDir, iteration: int, batch_json: dict[str, Any]) -> bool:
@@ -169,12 +171,14 @@ def _task_sources(
     return {slot: str(tasks.tasks[index].get(field)) for slot, index in enumerate(drawn)}
 
 
-def _older(run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSet | None) -> dict[int, Older]:
+def _older(
+    run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSet | None
+) -> dict[int, ReplayedGroups]:
     """Return the groups of the replay window's iterations before this one, oldest first, with their sampling.
 
     An iteration whose trajectories are gone or damaged is left out, with a warning.
     """
-    by_iteration: dict[int, Older] = {}
+    by_iteration: dict[int, ReplayedGroups] = {}
     for older in range(max(1, iteration - settings.trainer.replay_window + 1), iteration):
         manifest = published.read_manifest(run_dir, "train", older)
         try:
@@ -185,13 +189,13 @@ def _older(run_dir: RunDir, iteration: int, settings: RunSettings, tasks: TaskSe
             sampling, policy = origin.sampling, origin.policy_iteration
             weights, sources = _weights(settings, origin), _task_sources(run_dir, older, settings, tasks)
             limits = sampling.temperature, sampling.max_tokens
-            by_iteration[older] = Older(groups, *limits, policy, weights, sources)
+            by_iteration[older] = ReplayedGroups(groups, *limits, policy, weights, sources)
         except Incomplete as error:
             log.warning("iteration %d is not replayed in iteration %d: %s", older, iteration, error)
     return by_iteration
 
 
-def _publish(run_dir: RunDir, iteration: int, result: Made, expected: Mapping[str, Any]) -> None:
+def _publish(run_dir: RunDir, iteration: int, result: BuiltBatch, expected: Mapping[str, Any]) -> None:
     """Write the batch, then batch.json, which vouches for it."""
     counted = ("reward", "truncated", "groups_used", "samples_used", "samples_replayed")
     batch_json = {

@@ -24,7 +24,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases.load_policy import serve
 from coordinator.phases.node_share import Share, publish_pictures, slots_of
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from rollout.collect import Stopped
 from rollout.engines.model_facts import layers_with_experts, placeholder
@@ -200,7 +200,7 @@ def _listener(node: Node, iteration: Iteration, share: Share, is_engine_lost: Ca
         try:
             publish_pictures(share, slots, node.run_dir.images)
         except PictureError as error:
-            raise Ended(Exit.FAILED, str(error), "failed") from error
+            raise NodeEnded(Exit.FAILED, str(error), "failed") from error
         return [
             {"number": slot.number, "task": slot.task, "seed": slot.seed, "kind": slot.kind} for slot in slots
         ]

@@ -20,7 +20,15 @@ from coordinator.node.flags import call_document
 from coordinator.node.node import Node
 from coordinator.phases.base_model import prepare_base_model
 from coordinator.phases.crews import is_finished
-from coordinator.protocol.exits import Ended, EpochChanged, Exit, Fenced, NodeLost, PhaseEnded, TrainerFailed
+from coordinator.protocol.exits import (
+    EpochChanged,
+    Exit,
+    Fenced,
+    NodeEnded,
+    NodeLost,
+    PhaseEnded,
+    TrainerFailed,
+)
 from coordinator.protocol.fence import is_away
 from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.snapshot import Board
@@ -127,7 +135,7 @@ def _prepare(node: Node) -> None:
     """
     if is_finished(node):
         node.gathering.finish()
-        raise Ended(Exit.DONE, _farewell(node))
+        raise NodeEnded(Exit.DONE, _farewell(node))
     prepare_base_model(node)
 
 
@@ -170,11 +178,11 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     )
     if not node.is_master:
         text = f"{text}; the master did not say how to go on. {node.messages.repair()}"
-        raise Ended(Exit.LOST, text, "left")
+        raise NodeEnded(Exit.LOST, text, "left")
     attempts[node.position.iteration] += 1
     attempt, most = attempts[node.position.iteration], node.settings.trainer.max_attempts
     if attempt >= most or final:
-        raise Ended(Exit.FAILED, f"{text}. {node.messages.repair()}", "failed")
+        raise NodeEnded(Exit.FAILED, f"{text}. {node.messages.repair()}", "failed")
     log.error("%s; attempt %d of %d", text, attempt + 1, most)
     raise EpochChanged
 

@@ -19,7 +19,7 @@ from coordinator.start.eval_tasks import SECTION, joined_digest
 from coordinator.start.inputs import Inputs
 from coordinator.start.user_functions import Functions
 from rollout.evaluation import evaluate
-from rollout.origin import Code, Sampling, described
+from rollout.origin import Code, Sampling, origin_document
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group
 
@@ -107,7 +107,7 @@ def chosen_sets(settings: RunSettings, inputs: Inputs, sampling: Sampling) -> li
         code = loaded.functions.reward, loaded.functions.environment
         sets.append(SetSlots(name, begin, end, loaded.tasks.digest, sampled, *code, values["success"]))
         begin = end
-    return [described(eval_set) for eval_set in sets]
+    return [origin_document(eval_set) for eval_set in sets]
 
 
 def joined(opened: Mapping[str, Any], loaded: Mapping[str, Functions] | None = None) -> dict[str, Code]:
@@ -124,7 +124,7 @@ def joined(opened: Mapping[str, Any], loaded: Mapping[str, Functions] | None = N
     if not sets:
         return {"reward": codes[0][0], "environment": codes[0][1]}
     titles = ["", *(f"{eval_set.name}: " for eval_set in sets)]
-    sampled = ["", *(f" {json.dumps(described(eval_set.sampling))}" for eval_set in sets)]
+    sampled = ["", *(f" {json.dumps(origin_document(eval_set.sampling))}" for eval_set in sets)]
     return {
         "reward": _as_one([reward for reward, _ in codes], titles, [""] * len(codes)),
         "environment": _as_one([environment for _, environment in codes], titles, sampled),
@@ -146,7 +146,11 @@ def texts(document: Mapping[str, Any]) -> dict[str, str]:
                 eval_set.reward.name,
                 eval_set.environment.name,
             ]
-            + [f"{name}={value}" for name, value in described(eval_set.sampling).items() if name != "stop"]
+            + [
+                f"{name}={value}"
+                for name, value in origin_document(eval_set.sampling).items()
+                if name != "stop"
+            ]
         )
         for eval_set in of_opened(document)
     }

@@ -14,7 +14,7 @@ from coordinator.node.flags import read_flag
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import evaluation, rollout
-from coordinator.phases.guest_node import Guest
+from coordinator.phases.guest_node import GuestNode
 from coordinator.phases.load_policy import serve
 from coordinator.protocol.exits import PhaseEnded
 from coordinator.protocol.phase import Phase
@@ -31,7 +31,7 @@ COLLECTS = {
 """By the phase that plans who makes what: the phase in which it is made, and what a node does in that."""
 
 
-class Next(NamedTuple):
+class GuestStep(NamedTuple):
     """What a guest does next. `phase` is that of the master's newest flag: a plan, by which it makes groups,
     or CHECKPOINT, whose policy it loads.
     """
@@ -42,7 +42,7 @@ class Next(NamedTuple):
 
 def guest_loop(node: Node) -> None:
     """Make groups of one rollout after the other, as long as the epoch lasts."""
-    guest = cast("Guest", node)  # `live` takes one function for nodes and guests
+    guest = cast("GuestNode", node)  # `live` takes one function for nodes and guests
     while True:
         guest.position.move("running", waiting_for=[MASTER])
         following = guest.flags.wait_until(lambda board: _next(guest, board))
@@ -56,18 +56,18 @@ def guest_loop(node: Node) -> None:
         guest.check()
 
 
-def _next(guest: Guest, board: Board) -> Next | None:
+def _next(guest: GuestNode, board: Board) -> GuestStep | None:
     """Return the Next work in the phase that the master is in, if that is not done yet."""
     number, phase = guest.newest_phase(board)
     if phase not in COLLECTS:
         if not number or phase < Phase.CHECKPOINT:
             return None
         phase = Phase.CHECKPOINT
-    following = Next(number, phase)
+    following = GuestStep(number, phase)
     return following if (guest.record.epoch, *following) not in guest.visited else None
 
 
-def _load_next(guest: Guest, number: int) -> None:
+def _load_next(guest: GuestNode, number: int) -> None:
     """Have the engine answer with the policy that samples the iteration after `number`."""
     sampler = policy_choice.sampled_by(number + 1, guest.settings)
     if sampler not in published.checkpoints(guest.run_dir):
@@ -81,7 +81,7 @@ def _load_next(guest: Guest, number: int) -> None:
         log.info("%s; looking again when it is needed", error)  # nobody keeps it for a guest
 
 
-def _collect(guest: Guest, following: Next) -> None:
+def _collect(guest: GuestNode, following: GuestStep) -> None:
     """Make chunks by the plan of a phase, until none is left."""
     number, plan = following
     phase, collect = COLLECTS[plan]
@@ -112,7 +112,7 @@ def _collect(guest: Guest, following: Next) -> None:
 
 
 def _make(
-    guest: Guest, iteration: Iteration, phase: Phase, collect: Callable[[Node, Iteration], object]
+    guest: GuestNode, iteration: Iteration, phase: Phase, collect: Callable[[Node, Iteration], object]
 ) -> None:
     try:
         collect(guest, iteration)

@@ -13,7 +13,7 @@ from coordinator.node.node import Node
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
-from coordinator.start.start import Start
+from coordinator.start.start import NodeStart
 
 LEAVE_S = 20.0
 """How long groups in flight have when the guest is asked to leave (SIGTERM)."""
@@ -23,10 +23,10 @@ ALL = {"completion_threshold": 1.0, "over_sample": 1.0}
 """What a guest has claimed it makes: no late group is left out."""
 
 
-class Guest(Node):
+class GuestNode(Node):
     """A node that follows the master's epochs without being a member of any."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: NodeStart) -> None:
         super().__init__(start)
         self._files: list[Path] = []
         """What this guest has said of its chunks in the present phase."""
@@ -102,7 +102,7 @@ class Guest(Node):
 class _PhaseStop:
     """Is set once a phase has ended for a guest."""
 
-    def __init__(self, guest: Guest, iteration: int, phase: Phase) -> None:
+    def __init__(self, guest: GuestNode, iteration: int, phase: Phase) -> None:
         self._guest = guest
         self._phase = (iteration, phase)
 

@@ -30,7 +30,7 @@ from rollout.storage.hashing import FileFacts
 log = logging.getLogger(__name__)
 
 
-def announce(node: Node, iteration: Iteration) -> Payload:
+def next_iteration_document(node: Node, iteration: Iteration) -> Payload:
     """Return the next iteration's keys in phase 9's document; none where no node may begin with it ahead."""
     settings, number = node.settings, iteration.number
     chosen = settings.checkpoints.head_start
@@ -54,10 +54,10 @@ def announce(node: Node, iteration: Iteration) -> Payload:
     quota = resume.quota(opened)
     plan = rollout_steps.split(node, following, "train", range(quota.needed), (), opened["tasks"])
     begun = {"shares": rollout_steps.own_places(plan), "needed": {}, "short": 0, "kept": {}}
-    return {"next": {**rollout.described(opened, generates=True), "plan": begun}}
+    return {"next": {**rollout.opening_document(opened, generates=True), "plan": begun}}
 
 
-def place(node: Node, iteration: Iteration) -> Path | None:
+def place_checkpoint(node: Node, iteration: Iteration) -> Path | None:
     """Return where the trainers put this node's copy of the new policy; None: nowhere."""
     is_wanted = "next" in iteration.documents[Phase.TRAIN_CONFIG] and node.settings.engine.url is None
     if not is_wanted or not node.store.is_on_this_machine():
@@ -75,7 +75,7 @@ def _warn_once(text: str) -> None:
 
 
 def take_over(node: Node, iteration: Iteration, copy: Mapping[str, FileFacts]) -> None:
-    """Have the new policy at hand, if the trainers have put these files of it where `place` says."""
+    """Have the new policy at hand, if the trainers have put its files where place_checkpoint says."""
     if not copy:
         node.store.abandon()
     elif (directory := node.store.adopt(copy)) is not None:
@@ -89,7 +89,7 @@ def run(node: Node, iteration: Iteration) -> None:
     if iteration.copied is not None and not node.trainer.is_done():
         try:
             _generate(node, iteration, iteration.copied)
-        except _Durable:
+        except _CheckpointDurable:
             pass  # before the engine has come up: phase 12 waits for it
         except (EngineError, WeightsError, OSError) as error:  # the checkpoint may be sound all the same
             log.warning("nothing is generated ahead: %s", error)
@@ -97,7 +97,7 @@ def run(node: Node, iteration: Iteration) -> None:
     node.trainer.finish()
 
 
-class _Durable(Exception):
+class _CheckpointDurable(Exception):
     """The checkpoint is durable."""
 
 
@@ -106,7 +106,7 @@ def _generate(node: Node, iteration: Iteration, policy: Policy) -> None:
 
     def check() -> None:
         if node.trainer.is_done():  # or it raises
-            raise _Durable
+            raise _CheckpointDurable
 
     node.engine.ensure(policy, node.settings.engine, check)
     following = _following(iteration, policy)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory.layout import Kind
 from coordinator.node.flags import Payload
 from coordinator.phases.eval_sets import SetSlots
@@ -39,7 +39,7 @@ class Share:
     origin: Origin
     functions: Functions
     settings: RolloutSettings
-    begun: Sequence[Begun] = ()
+    begun: Sequence[BegunGroup] = ()
     """What the first slots go on with."""
     sets: Sequence[NamedSet] = ()
     """The named sets, by slot."""

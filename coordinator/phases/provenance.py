@@ -8,20 +8,20 @@ from typing import Any
 from coordinator.directory import published
 from coordinator.directory.file_names import parse_iteration_name, parse_part_name
 from coordinator.directory.layout import Kind, RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.parts import has_finished
 from coordinator.keeping import resume
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import eval_sets
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase, phases_of
 from coordinator.settings.loading import option_name, show
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.inputs import Inputs, difference
 from coordinator.start.user_functions import Functions, load_functions
-from rollout.origin import Code, Origin, Sampling, described
+from rollout.origin import Code, Origin, Sampling, origin_document
 from rollout.part_file import DamagedPart, PartHeader, decode_part
 from rollout.settings import SELF, EvalSettings
 from rollout.storage import files
@@ -53,8 +53,8 @@ def chosen(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     )
     sets = eval_sets.chosen_sets(settings, inputs, sampling)
     return {
-        "sampling": described(sampling),
-        "eval_sampling": described(eval_sampling),
+        "sampling": origin_document(sampling),
+        "eval_sampling": origin_document(eval_sampling),
         "reward": asdict(inputs.functions.reward),
         "environment": asdict(inputs.functions.environment),
         **({"eval_sets": sets} if sets else {}),
@@ -185,7 +185,7 @@ def agreed_functions(node: Node, iteration: Iteration) -> dict[str, Functions]:
     functions = functions_of(iteration.opened)
     code = {key: Code(**entry) for key, entry in iteration.header["code"].items()}
     if problem := difference(codes_of(functions), code, node.record.master_host):
-        raise Ended(Exit.FAILED, node.messages.failure(SettingsError(problem)), "failed")
+        raise NodeEnded(Exit.FAILED, node.messages.failure(SettingsError(problem)), "failed")
     return functions
 
 
@@ -193,7 +193,7 @@ def refuse_changed_code(run_dir: RunDir, settings: RunSettings) -> None:
     """Raise SettingsError if an open iteration would get samples by other code than it has already."""
     if Phase.TRAIN_ROLLOUT not in phases_of(settings.kind):
         return
-    first = resume.next_iteration(Finished(run_dir), settings)
+    first = resume.next_iteration(FinishedIterations(run_dir), settings)
     there = map(parse_iteration_name, published.names(run_dir.trajectories("train", first).parent))
     for number in sorted(number for number in there if number is not None and number >= first):
         opened = published.read_json(run_dir.iteration_json(number))

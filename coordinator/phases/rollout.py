@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.collector import unfinished_samples
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory import claims, manifests, parts, published
 from coordinator.directory.decoded_parts import decoded
 from coordinator.directory.layout import MASTER
@@ -37,7 +37,7 @@ from coordinator.phases.provenance import (
     made_with,
 )
 from coordinator.phases.tasks import draw_tasks
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase, phases_of
 from rollout.environments.segments import Segment
 from rollout.environments.self_teacher import SelfTeacher
@@ -80,11 +80,11 @@ def open_iteration(node: Node, iteration: Iteration) -> Payload:
         "base": base.digest,
         "base_iteration": base.iteration,
         "verifier": _verifier(node, iteration, base),
-        **described(opened, generates),
+        **opening_document(opened, generates),
     }
 
 
-def described(opened: Mapping[str, Any], generates: bool) -> Payload:
+def opening_document(opened: Mapping[str, Any], generates: bool) -> Payload:
     """Return the header's part about an iteration.json, with the code of its functions if they are used."""
     code = codes_of(functions_of(opened)) if generates else {}
     return {
@@ -104,12 +104,12 @@ def _open(node: Node, iteration: Iteration, base: Policy) -> tuple[dict[str, Any
     if node.settings.rl_phase == "update":
         if opened is None:
             text = f"iteration {number} has no trajectories to train on; make them with --rl-phase rollout"
-            raise Ended(Exit.FAILED, text, "failed")
+            raise NodeEnded(Exit.FAILED, text, "failed")
         return opened, base
     begun = opened is not None and is_begun(run_dir, number)
     policy = policy_choice.sampler_of(node, iteration, base, opened if begun else None)
     changed = _changes(node, opened, begun) if opened is not None else []
-    if opened is not None and not begun and Begun.all_of(opened) != _left_over(node, iteration)[0]:
+    if opened is not None and not begun and BegunGroup.all_of(opened) != _left_over(node, iteration)[0]:
         changed.append("groups that are begun")  # an evaluation alone has opened it early
     if changed:
         if begun:
@@ -213,7 +213,7 @@ def new_iteration(node: Node, iteration: Iteration, policy: Policy) -> dict[str,
     }
 
 
-def _left_over(node: Node, iteration: Iteration) -> tuple[list[Begun], list[int], list[int]]:
+def _left_over(node: Node, iteration: Iteration) -> tuple[list[BegunGroup], list[int], list[int]]:
     """Return the groups that the iteration before has left unfinished; see `unfinished_samples.left_by`."""
     return unfinished_samples.left_by(node.run_dir, iteration.number - 1, _chosen(node))
 
@@ -250,7 +250,7 @@ def share_of(node: Node, iteration: Iteration) -> Share:
         origin=made_with(iteration, "train", functions),
         functions=functions[OWN],
         settings=node.settings.rollout.model_copy(update=_teacher(node, opened)),
-        begun=(begun := Begun.all_of(opened)),
+        begun=(begun := BegunGroup.all_of(opened)),
         segment=_segment(iteration, opened) if begun or opened.get("segment_tokens") else None,
     )
 
@@ -271,14 +271,14 @@ def sum_short(node: Node, iteration: Iteration, payloads: dict[int, Payload]) ->
     return rollout_steps.sum_short(iteration.documents[Phase.TRAIN_PLAN], payloads)
 
 
-def name_parts(node: Node, iteration: Iteration) -> Payload:
+def part_checksums(node: Node, iteration: Iteration) -> Payload:
     """Name this node's parts, with their checksums: the flag vouches for them."""
     directory = node.run_dir.trajectories("train", iteration.number)
     origin = made_with(iteration, "train")
-    return parts.names_of(directory, origin, node.rank)
+    return parts.part_checksums_of(directory, origin, node.rank)
 
 
-def merge_names(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
+def merge_checksums(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
     """Join the names of all nodes in one document."""
     return {name: sha256 for payload in payloads.values() for name, sha256 in payload.items()}
 

@@ -11,7 +11,15 @@ from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases.collecting import key_of
-from coordinator.protocol.chunks import Chunks, carried, cut, made_of, measured, paces_of, with_guests
+from coordinator.protocol.chunks import (
+    Chunks,
+    cut_into_chunks,
+    made_of,
+    measured,
+    paces_of,
+    updated_paces,
+    with_guests,
+)
 from coordinator.protocol.split_slots import split_slots
 from rollout.collect import AllGivenUp
 from rollout.origin import Origin
@@ -74,7 +82,7 @@ def split(
         costs = history.costs(iteration.number, order)
         costs = {slot: costs[slot] for slot in needed if slot in costs}
         paces = with_guests(paces_of(history.paces(iteration.number)), guests)
-        chunks = cut(needed, costs, sorted({*members, *guests}), paces)
+        chunks = cut_into_chunks(needed, costs, sorted({*members, *guests}), paces)
         return {**chunks.as_json(), "spare": list(spare)}
     weights = {rank: member.weight for rank, member in members.items()}
     shares, of_spare = split_slots(needed, weights, have), split_slots(spare, weights)
@@ -164,7 +172,7 @@ def aggregate(
     tokens = {group.slot: max(1, group_length(group)) for group in groups if group.samples}
     costs, paces = measured(made_of(totals["made"]), tokens, history.known_costs(iteration.number, order))
     document["costs"] = {str(slot): round(cost, 4) for slot, cost in costs.items()}
-    paces = carried(paces_of(history.paces(iteration.number)), paces)
+    paces = updated_paces(paces_of(history.paces(iteration.number)), paces)
     # A rank that has left the run counts for nothing any more.
     here = {*node.record.members, *(node.guests.here() if node.settings.claims else ())}
     document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in here}

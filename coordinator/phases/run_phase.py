@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
-from coordinator.protocol.phase import By, Phase
+from coordinator.protocol.phase import ActsIn, Phase
 
 Act = Callable[[Node, Iteration], Payload | None]
 Beside = Callable[[Node, Iteration], None]
@@ -36,7 +36,7 @@ def run_phase(
     node.check()
     started_s = iteration.phase_begun_s = time.monotonic()
     node.events.add("begin", it=number, row=phase.label)
-    acts = node.is_master or phase.by is By.ALL
+    acts = node.is_master or phase.by is ActsIn.ALL
     for beside in before:
         beside(node, iteration)
     payload = (act(node, iteration) or {}) if acts else {}
@@ -47,7 +47,7 @@ def run_phase(
         if acts:
             node.flags.raise_done(number, phase, payload)
         payload = node.flags.wait_master(number, phase)
-    elif phase.by is By.MASTER:
+    elif phase.by is ActsIn.MASTER:
         node.flags.raise_done(number, phase, payload)
     else:
         flags = node.flags.wait_members(number, phase)

@@ -28,7 +28,7 @@ def run_iteration(node: Node, iteration: Iteration) -> None:
     step(Phase.ITERATION_START,   rollout.open_iteration,      after=BESIDE_THE_ROLLOUT)
     step(Phase.TRAIN_PLAN,        rollout.plan_train)
     step(Phase.TRAIN_ROLLOUT,     rollout.collect_train,       then=rollout.sum_short)
-    step(Phase.TRAIN_FILES_READY, rollout.name_parts,          then=rollout.merge_names)
+    step(Phase.TRAIN_FILES_READY, rollout.part_checksums,          then=rollout.merge_checksums)
     step(Phase.TRAIN_AGGREGATE,   rollout.write_manifest,      after=(batch.begin_batch,))
     step(Phase.EVAL_DECISION,     evaluation.decide_eval)
     step(Phase.EVAL_ROLLOUT,      evaluation.collect_eval,     then=evaluation.aggregate_eval)

@@ -56,7 +56,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         "staging": staging.name,
         "state": state and state.name,
         "resume": resume.model_dump(),
-        **head_start.announce(node, iteration),
+        **head_start.next_iteration_document(node, iteration),
     }
 
 
@@ -68,13 +68,13 @@ def train(node: Node, iteration: Iteration) -> None:
     start, base = node.policies.policy_of(0), node.policies.policy_of(iteration.header["base_iteration"])
     model_name, resume = str(start.directory.absolute()), Resume()
     if not node.trainer.holds(config["job"], base.iteration):
-        resume = trainer_states.located(run_dir, base, Resume.model_validate(config["resume"]))
+        resume = trainer_states.with_local_paths(run_dir, base, Resume.model_validate(config["resume"]))
         if resume.from_start or settings.trainer.lora.rank or settings.trainer.needs_reference:
             start = node.policies.hold(start, node.reading())
         base = node.policies.hold(base, node.reading())
     processes = config["processes"][str(node.rank)]
     threads = settings.trainer.threads_per_process or _threads(processes)
-    copy_dir = head_start.place(node, iteration)
+    copy_dir = head_start.place_checkpoint(node, iteration)
     request = TrainRequest(
         iteration=number,
         epoch=node.record.epoch,

@@ -107,17 +107,17 @@ def paces_of(document: Mapping[str, Any]) -> dict[int, Pace]:
     return {rank: pace for rank, pace in paces.items() if pace.work > 0 and pace.busy_s > 0}
 
 
-class Made(NamedTuple):
+class RankTimings(NamedTuple):
     """What a rank has made in a phase: `seconds`, by slot, that each group was in flight, and its `width`."""
 
     seconds: dict[int, float]
     width: int
 
 
-def made_of(document: Mapping[str, Any]) -> dict[int, Made]:
+def made_of(document: Mapping[str, Any]) -> dict[int, RankTimings]:
     """Return the Made of each rank; JSON has it as `seconds` and `width` by rank."""
     return {
-        int(rank): Made({int(slot): s for slot, s in seconds.items()}, width)
+        int(rank): RankTimings({int(slot): s for slot, s in seconds.items()}, width)
         for rank, (seconds, width) in document.items()
     }
 
@@ -127,7 +127,7 @@ NOTHING_S = 1e-6
 
 
 def measured(
-    timings: Mapping[int, Made], tokens: Mapping[int, int], expected: Mapping[int, float]
+    timings: Mapping[int, RankTimings], tokens: Mapping[int, int], expected: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[int, Pace]]:
     """Return the costs of a phase's groups, by slot, and the paces of the ranks that have made them.
 
@@ -151,7 +151,7 @@ def measured(
     return costs, paces
 
 
-def carried(before: Mapping[int, Pace], latest: Mapping[int, Pace]) -> dict[int, Pace]:
+def updated_paces(before: Mapping[int, Pace], latest: Mapping[int, Pace]) -> dict[int, Pace]:
     """Return the paces known after a phase, in which the ranks of `latest` have made groups.
 
     A rank that has made nothing is believed to be faster by and by, until it is the fastest or gets a group
@@ -179,7 +179,7 @@ def measured_weights(paces: Mapping[int, Pace]) -> dict[int, float]:
     return {rank: round(rate / min(known.values()), 2) for rank, rate in sorted(known.items())}
 
 
-def cut(
+def cut_into_chunks(
     slots: Sequence[int], costs: Mapping[int, float], ranks: Sequence[int], paces: Mapping[int, Pace]
 ) -> Chunks:
     """Cut `slots` into chunks for `ranks`. `costs` by slot: what is expected; a slot without one is taken
@@ -246,7 +246,7 @@ def _decreasing(slots: Sequence[int], cost: Mapping[int, float], limit: int) -> 
     return chunks
 
 
-class Standing(NamedTuple):
+class RankLoad(NamedTuple):
     """What a rank knows of itself when it chooses."""
 
     open_work: float
@@ -259,8 +259,8 @@ class Standing(NamedTuple):
     """How many groups it may have in flight at once."""
 
 
-def choose(
-    chunks: Chunks, rank: int, free: Sequence[int], me: Standing, lost: Collection[int] = ()
+def choose_chunks(
+    chunks: Chunks, rank: int, free: Sequence[int], me: RankLoad, lost: Collection[int] = ()
 ) -> list[int]:
     """Return which of the chunks `free` a rank may claim now, the best first; empty: none, for now.
 

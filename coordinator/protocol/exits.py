@@ -24,7 +24,7 @@ class PhaseEnded(Exception):
     """The present phase is over; what comes next depends on the kind of exception."""
 
 
-class Ended(PhaseEnded):
+class NodeEnded(PhaseEnded):
     """This node ends: the exit code, a text for the person, and the flag that tells the others."""
 
     def __init__(self, code: Exit, text: str, tell: str | None = None) -> None:

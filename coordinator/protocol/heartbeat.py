@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import MASTER, RunDir
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.records import new_token
 from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files, once
@@ -45,7 +45,9 @@ class Heart:
                 self.beat(epoch)
                 return
         shown = f"{self._directory} lets no process of rank {self._rank} show its first heartbeat"
-        raise Ended(Exit.FAILED, f"{shown}, in {TAKES} attempts; run doctor there says what it does not do")
+        raise NodeEnded(
+            Exit.FAILED, f"{shown}, in {TAKES} attempts; run doctor there says what it does not do"
+        )
 
     def remove(self) -> None:
         """Remove all beats: another process has published a later one."""

@@ -11,7 +11,7 @@ Category = Literal["rollout", "load", "train", "save", "other"]
 """What a phase's time is counted as in the report."""
 
 
-class By(StrEnum):
+class ActsIn(StrEnum):
     """Who acts in a phase."""
 
     MASTER = "master"
@@ -28,28 +28,28 @@ class Phase(IntEnum):
     """A phase of an iteration, in order. It is over when the master's flag for it is up."""
 
     # fmt: off
-    ITERATION_START   = 0,  By.MASTER, _EVERY,         "other"
-    TRAIN_PLAN        = 1,  By.MASTER, _TRAIN_ROLLOUT, "rollout"
-    TRAIN_ROLLOUT     = 2,  By.ALL,    _TRAIN_ROLLOUT, "rollout"
-    TRAIN_FILES_READY = 3,  By.ALL,    _TRAIN_ROLLOUT, "rollout"
-    TRAIN_AGGREGATE   = 4,  By.MASTER, _TRAIN_ROLLOUT, "rollout"
-    EVAL_DECISION     = 5,  By.MASTER, _ANY_ROLLOUT,   "rollout"
-    EVAL_ROLLOUT      = 6,  By.ALL,    _ANY_ROLLOUT,   "rollout"
-    ENGINE_STOPPED    = 7,  By.ALL,    _UPDATE,        "load"
-    TRAIN_DATA        = 8,  By.MASTER, _UPDATE,        "train"
-    TRAIN_CONFIG      = 9,  By.MASTER, _UPDATE,        "train"
-    TRAINING          = 10, By.ALL,    _UPDATE,        "train"
-    CHECKPOINT        = 11, By.MASTER, _UPDATE,        "save"
-    ENGINE_RESTARTED  = 12, By.ALL,    _UPDATE,        "load"
-    ITERATION_END     = 13, By.ALL,    _EVERY,         "other"
+    ITERATION_START   = 0,  ActsIn.MASTER, _EVERY,         "other"
+    TRAIN_PLAN        = 1,  ActsIn.MASTER, _TRAIN_ROLLOUT, "rollout"
+    TRAIN_ROLLOUT     = 2,  ActsIn.ALL,    _TRAIN_ROLLOUT, "rollout"
+    TRAIN_FILES_READY = 3,  ActsIn.ALL,    _TRAIN_ROLLOUT, "rollout"
+    TRAIN_AGGREGATE   = 4,  ActsIn.MASTER, _TRAIN_ROLLOUT, "rollout"
+    EVAL_DECISION     = 5,  ActsIn.MASTER, _ANY_ROLLOUT,   "rollout"
+    EVAL_ROLLOUT      = 6,  ActsIn.ALL,    _ANY_ROLLOUT,   "rollout"
+    ENGINE_STOPPED    = 7,  ActsIn.ALL,    _UPDATE,        "load"
+    TRAIN_DATA        = 8,  ActsIn.MASTER, _UPDATE,        "train"
+    TRAIN_CONFIG      = 9,  ActsIn.MASTER, _UPDATE,        "train"
+    TRAINING          = 10, ActsIn.ALL,    _UPDATE,        "train"
+    CHECKPOINT        = 11, ActsIn.MASTER, _UPDATE,        "save"
+    ENGINE_RESTARTED  = 12, ActsIn.ALL,    _UPDATE,        "load"
+    ITERATION_END     = 13, ActsIn.ALL,    _EVERY,         "other"
     # fmt: on
 
-    by: By
+    by: ActsIn
     kinds: frozenset[RunKind]
     """The kinds of run in which the phase takes part."""
     category: Category
 
-    def __new__(cls, number: int, by: By, kinds: frozenset[RunKind], category: Category) -> "Phase":
+    def __new__(cls, number: int, by: ActsIn, kinds: frozenset[RunKind], category: Category) -> "Phase":
         phase = int.__new__(cls, number)
         phase._value_ = number
         phase.by, phase.kinds, phase.category = by, kinds, category

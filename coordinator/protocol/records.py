@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from coordinator.directory import published
 from coordinator.directory.file_names import Flag, Record
 from coordinator.directory.layout import MASTER, RunDir
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.snapshot import parse
 from rollout.origin import Code
 from rollout.storage import files, once
@@ -45,7 +45,7 @@ class Member(BaseModel):
     """Its share of the training tokens, and of the groups where nodes do not claim them."""
 
 
-class Given(BaseModel):
+class GivenSettings(BaseModel):
     """What the starts of a run were given so far, the last one counting: settings that stay as they are."""
 
     model_config = ConfigDict(frozen=True)
@@ -71,7 +71,7 @@ class EpochRecord(BaseModel):
     master_host: str
     settings: dict[str, Any]
     """The run's settings; a crew goes by them as RunSettings.of_crew says."""
-    given: Given | None = None
+    given: GivenSettings | None = None
     inputs: dict[str, Code] = {}
     """What the master has loaded behind the names of settings, by setting: all nodes must have the same."""
     members: dict[int, Member]
@@ -179,4 +179,4 @@ class Records:
         if self.is_replaced:
             text = f"{self._run_dir.root} is of another run now ({there}; this node works for {self._run_id})"
             cure = "its directory was moved or removed: give its new place as --log-path"
-            raise Ended(Exit.FAILED, f"{text}: {cure}")
+            raise NodeEnded(Exit.FAILED, f"{text}: {cure}")

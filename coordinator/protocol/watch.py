@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.protocol import file_events
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.protocol.fence import Fence, is_away
 from coordinator.protocol.fresh_listing import FreshListing
 from coordinator.protocol.heartbeat import Heart, read_beat
@@ -297,7 +297,7 @@ class Watch:
                     if self.error is None:
                         self.hear_others()
                     self.away = None
-                except Ended as error:
+                except NodeEnded as error:
                     self.error = error
                     self.stop.set()
                     self._wake.set()
@@ -310,7 +310,7 @@ class Watch:
             self.error = error
             self.stop.set()
             self._wake.set()
-            if not isinstance(error, SharedFsError | Ended):
+            if not isinstance(error, SharedFsError | NodeEnded):
                 raise
 
     def _beat_interval_s(self) -> float:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from coordinator.settings.fields import Fields
+from coordinator.settings.fields import SettingFields
 from rollout.settings import GENERATED, JOIN, NAME, PROGRAMS, SELF, TINY, WRITTEN
 from trainer.loss_settings import ALONE
 
 
-def _columns_are_of_data(settings: Fields) -> None:
+def _columns_are_of_data(settings: SettingFields) -> None:
     for key, columns, option, source in (
         ("columns", settings.columns, "--tasks", settings.tasks),
         ("eval.columns", settings.eval.columns, "--eval-tasks", settings.evaluation_tasks),
@@ -19,7 +19,7 @@ def _columns_are_of_data(settings: Fields) -> None:
             )
 
 
-def _sets_have_names(settings: Fields) -> None:
+def _sets_have_names(settings: SettingFields) -> None:
     for name, eval_set in settings.eval.sets.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"eval.sets.{name}: name a set with letters, digits, _ and - only")
@@ -34,7 +34,7 @@ def _sets_have_names(settings: Fields) -> None:
         raise ValueError(f"checkpoints.best_by={best_by} is no set of eval.sets (there is {there}); name one")
 
 
-def _split_fits(settings: Fields) -> None:
+def _split_fits(settings: SettingFields) -> None:
     if settings.rollout_split and settings.rl_phase == "update":
         raise ValueError(
             f"--rollout-split {settings.rollout_split} needs a rollout, but --rl-phase is update; "
@@ -48,7 +48,7 @@ def _split_fits(settings: Fields) -> None:
         raise ValueError("--rollout-split eval-only makes nothing to train on; add --rl-phase rollout")
 
 
-def _schedule_has_an_end(settings: Fields) -> None:
+def _schedule_has_an_end(settings: SettingFields) -> None:
     if settings.trainer.schedule != "constant" and settings.iterations is None:
         raise ValueError(
             f"trainer.schedule={settings.trainer.schedule} ends with the run, but the run has no end: give "
@@ -56,7 +56,7 @@ def _schedule_has_an_end(settings: Fields) -> None:
         )
 
 
-def _delta_is_of_a_whole_model(settings: Fields) -> None:
+def _delta_is_of_a_whole_model(settings: SettingFields) -> None:
     if settings.checkpoints.delta and settings.trainer.lora.rank:
         raise ValueError(
             f"checkpoints.delta=true with trainer.lora.rank={settings.trainer.lora.rank}: a checkpoint holds "
@@ -64,7 +64,7 @@ def _delta_is_of_a_whole_model(settings: Fields) -> None:
         )
 
 
-def _replay_window_is_kept(settings: Fields) -> None:
+def _replay_window_is_kept(settings: SettingFields) -> None:
     kept, window = settings.trajectories.keep_last, settings.trainer.replay_window
     if kept is not None and kept < window:
         raise ValueError(
@@ -73,7 +73,7 @@ def _replay_window_is_kept(settings: Fields) -> None:
         )
 
 
-def _older_samples_are_corrected(settings: Fields) -> None:
+def _older_samples_are_corrected(settings: SettingFields) -> None:
     level, segment, trainer = (
         settings.cluster.max_async_level,
         settings.rollout.segment_tokens,
@@ -87,7 +87,7 @@ def _older_samples_are_corrected(settings: Fields) -> None:
         )
 
 
-def _segments_can_go_on(settings: Fields) -> None:
+def _segments_can_go_on(settings: SettingFields) -> None:
     rollout = settings.rollout
     if rollout.segment_tokens is None:
         return
@@ -107,7 +107,7 @@ def _segments_can_go_on(settings: Fields) -> None:
             )
 
 
-def _reasoning_has_an_end(settings: Fields) -> None:
+def _reasoning_has_an_end(settings: SettingFields) -> None:
     rollout = settings.rollout
     if rollout.thinking_tokens is None:
         return
@@ -135,7 +135,7 @@ def _reasoning_has_an_end(settings: Fields) -> None:
             )
 
 
-def _prompts_can_be_changed(settings: Fields) -> None:
+def _prompts_can_be_changed(settings: SettingFields) -> None:
     rollout, sets = settings.rollout, settings.eval_sets
     environments = {f"eval.sets.{name}.environment": str(sets[name].environment) for name in sets}
     for name, environment in {"rollout.environment": rollout.environment, **environments}.items():
@@ -151,7 +151,7 @@ def _prompts_can_be_changed(settings: Fields) -> None:
         )
 
 
-def _groups_have_advantages(settings: Fields) -> None:
+def _groups_have_advantages(settings: SettingFields) -> None:
     alone = settings.rollout.samples_per_task < 2 and settings.trainer.advantage not in ALONE
     if settings.rl_phase == "both" and alone:
         raise ValueError(
@@ -160,7 +160,7 @@ def _groups_have_advantages(settings: Fields) -> None:
         )
 
 
-def _rewards_are_several(settings: Fields) -> None:
+def _rewards_are_several(settings: SettingFields) -> None:
     reward, environment = settings.rollout.reward, settings.rollout.environment
     gives_its_own = environment in WRITTEN or environment.startswith(PROGRAMS)
     if settings.trainer.advantage == "decoupled" and (gives_its_own or JOIN not in reward):
@@ -171,7 +171,7 @@ def _rewards_are_several(settings: Fields) -> None:
         )
 
 
-def _written_answers_are_not_sampled(settings: Fields) -> None:
+def _written_answers_are_not_sampled(settings: SettingFields) -> None:
     environment, trainer = settings.rollout.environment, settings.trainer
     if environment not in WRITTEN:
         return
@@ -199,7 +199,7 @@ def _written_answers_are_not_sampled(settings: Fields) -> None:
         )
 
 
-def _teacher_is_asked(settings: Fields) -> None:
+def _teacher_is_asked(settings: SettingFields) -> None:
     rollout, trainer, level = settings.rollout, settings.trainer, settings.cluster.max_async_level
     if trainer.kl == "off" and trainer.advantage == "zero":
         raise ValueError(
@@ -237,7 +237,7 @@ def _teacher_is_asked(settings: Fields) -> None:
         )
 
 
-def _routes_are_recorded(settings: Fields) -> None:
+def _routes_are_recorded(settings: SettingFields) -> None:
     trainer, environment = settings.trainer, settings.rollout.environment
     for is_given, other, reason in (
         (environment in WRITTEN, f"rollout.environment={environment}", "no engine has routed its samples"),
@@ -249,7 +249,7 @@ def _routes_are_recorded(settings: Fields) -> None:
             raise ValueError(f"trainer.routing_replay with {other}: {reason}; leave one of them out")
 
 
-def _flat_groups_count(settings: Fields) -> None:
+def _flat_groups_count(settings: SettingFields) -> None:
     trainers = [settings.trainer, *map(settings.trainer.of_source, settings.trainer.sources)]
     replaces = settings.rollout.dynamic_sampling
     if replaces and any(trainer.advantage in ALONE for trainer in trainers):
@@ -265,7 +265,7 @@ def _flat_groups_count(settings: Fields) -> None:
         )
 
 
-def _groups_vary(settings: Fields) -> None:
+def _groups_vary(settings: SettingFields) -> None:
     if settings.rollout.dynamic_sampling and settings.rollout.samples_per_task < 2:
         raise ValueError(
             f"rollout.samples_per_task={settings.rollout.samples_per_task}: a group of one never varies, so "
@@ -273,7 +273,7 @@ def _groups_vary(settings: Fields) -> None:
         )
 
 
-RULES: tuple[Callable[[Fields], None], ...] = (
+RULES: tuple[Callable[[SettingFields], None], ...] = (
     _columns_are_of_data,
     _sets_have_names,
     _split_fits,

@@ -21,7 +21,7 @@ class TinySettings(Settings):
     """Supervised steps before RL; 0 leaves random weights."""
 
 
-class Fields(Settings):
+class SettingFields(Settings):
     """All settings of a run."""
 
     model: str = TINY

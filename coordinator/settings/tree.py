@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import ValidationError, model_validator
 
 from coordinator.settings.agreement import RULES
-from coordinator.settings.fields import Fields
+from coordinator.settings.fields import SettingFields
 from coordinator.settings.placement import Crew
 
 RunKind = Literal["both", "rollout", "update", "eval"]
@@ -17,7 +17,7 @@ class SettingsError(ValueError):
     """A setting is wrong: one line that says which, with which value, and what to do."""
 
 
-class RunSettings(Fields):
+class RunSettings(SettingFields):
     """All settings of a run; the master publishes them."""
 
     @model_validator(mode="before")

@@ -14,7 +14,7 @@ from coordinator.settings.tree import RunSettings
 from coordinator.start import estimate
 from coordinator.start.inputs import Inputs, base_model_dir, engine_of
 from coordinator.start.refusals_of_tasks import evaluates
-from coordinator.start.start import Start
+from coordinator.start.start import NodeStart
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters
 from rollout.environment_variables import cores
@@ -24,7 +24,7 @@ MOST_ODD = 3
 """So many lines say what this machine lacks; `run doctor` says all."""
 
 
-def announcement(start: Start, first: int | None) -> list[str]:
+def announcement(start: NodeStart, first: int | None) -> list[str]:
     """Return the lines about a start with iteration `first` (None: all are generated), each with its title:
     the model, the engine and why this one, the algorithm, tasks, reward, nodes, where the run writes and
     where to look. With usual names they fit 80 columns beside the prefix of a log line.

@@ -44,7 +44,7 @@ STATE_BYTES = 12
 """Bytes that a state has of each trained parameter: its weight in float32, and two moments."""
 
 
-class Named(NamedTuple):
+class NamedInputs(NamedTuple):
     """The functions and tasks that the settings name, loaded."""
 
     functions: Functions
@@ -221,7 +221,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         raise SettingsError(f"--model {settings.model}: {error}") from None
 
 
-def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> Named:
+def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> NamedInputs:
     """Load what the settings name of functions and tasks. Raises SettingsError or TaskError for what is not
     there, and for tasks that cannot work with the others.
     """
@@ -246,7 +246,7 @@ def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> Named:
     refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
     refusals_of_tasks.refuse_unhinted(settings, tasks)
     refusals_of_tasks.refuse_unknown_sources(settings, tasks)
-    return Named(functions, tasks, eval_tasks, eval_sets)
+    return NamedInputs(functions, tasks, eval_tasks, eval_sets)
 
 
 def base_model_dir(

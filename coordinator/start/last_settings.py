@@ -8,7 +8,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.protocol.records import EpochRecord, Given
+from coordinator.protocol.records import EpochRecord, GivenSettings
 from coordinator.settings import loading
 from coordinator.settings.loading import flatten, option_name, show
 from coordinator.settings.tree import RunSettings, SettingsError
@@ -23,7 +23,7 @@ GO_WITH = {
 """By setting (and its default), those that count for its value alone: with another one they are not kept."""
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting that is not what it was at the last start, as a person types it."""
 
     name: str
@@ -42,7 +42,7 @@ def with_kept(
     `reset`: settings, or sections, that go back to their defaults; ALL: every one. What says something of one
     machine is kept on that machine alone. Raises SettingsError if the two do not fit together.
     """
-    then = last.given if last and last.given else Given(host="", settings={})
+    then = last.given if last and last.given else GivenSettings(host="", settings={})
     _refuse_unknown(reset, then.settings)
     is_here = then.host == socket.gethostname()
     kept = {
@@ -86,7 +86,7 @@ def _whose(text: str, kept: Mapping[str, Any]) -> str:
     return f" ({names}: as at the last start; {resets} goes back to the default)"
 
 
-def changes(last: EpochRecord | None, settings: RunSettings) -> Sequence[Change]:
+def changes(last: EpochRecord | None, settings: RunSettings) -> Sequence[SettingChange]:
     """List the settings that differ from those of the last start, defaults of this version included.
 
     `trainer.save_interval` and the default of `rollout.max_tokens` are fitted to the model at a start: until
@@ -99,7 +99,7 @@ def changes(last: EpochRecord | None, settings: RunSettings) -> Sequence[Change]
     if is_default and not (last and last.given and "rollout.max_tokens" in last.given.settings):
         then.pop("rollout.max_tokens", None)
     return [
-        Change(option_name(key), show(then[key]) or "empty", show(now) or "empty")
+        SettingChange(option_name(key), show(then[key]) or "empty", show(now) or "empty")
         for key, now in flatten(settings.model_dump(mode="json"))
         if key in then and then[key] != now
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import (
     has_run,
@@ -71,7 +71,7 @@ def ready_machine(root: Path) -> Path:
     files.make_directory(root)
     try:
         link = link_in_utf8(root)
-    except Ended as error:
+    except NodeEnded as error:
         raise SettingsError(error.text) from None
     print(f"run: {root} is not written in UTF-8; this machine calls it {link}", flush=True)
     return link

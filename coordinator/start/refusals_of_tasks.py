@@ -43,7 +43,7 @@ def evaluates(settings: RunSettings) -> bool:
     return settings.rollout_split == "eval-only" or settings.eval.interval > 0
 
 
-class Played(NamedTuple):
+class PlayedTasks(NamedTuple):
     """Tasks of which the run makes samples."""
 
     tasks: TaskSet
@@ -61,20 +61,22 @@ class Played(NamedTuple):
 
 def _played(
     settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> list[Played]:
+) -> list[PlayedTasks]:
     """Return the task sets of which the run makes samples."""
-    played: list[Played] = []
+    played: list[PlayedTasks] = []
     environment, reward = settings.rollout.environment, settings.rollout.reward
     if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
-        played.append(Played(tasks, environment, reward))
+        played.append(PlayedTasks(tasks, environment, reward))
     if evaluates(settings) and eval_tasks is not None:
         answered = "single_turn" if environment in WRITTEN else environment
-        played.append(Played(eval_tasks, answered, reward, columns_section="eval"))
+        played.append(PlayedTasks(eval_tasks, answered, reward, columns_section="eval"))
     if evaluates(settings):
         for name, eval_set in settings.eval_sets.items():
             section = f"{SECTION}{name}"
             played.append(
-                Played(sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section, section)
+                PlayedTasks(
+                    sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section, section
+                )
             )
     return played
 
@@ -229,7 +231,7 @@ def without_longer(
     rollout = settings.rollout
     if rollout.max_prompt_tokens is None:
         return tasks, eval_tasks, sets
-    trained = Played(tasks, rollout.environment, rollout.reward)
+    trained = PlayedTasks(tasks, rollout.environment, rollout.reward)
     evaluated = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks is not tasks]
     try:
         shorter = {
@@ -247,7 +249,7 @@ def without_longer(
     return shorter[id(tasks)], eval_tasks and shorter.get(id(eval_tasks), eval_tasks), sets
 
 
-def _without_longer(settings: RunSettings, model_dir: Path, played: Played, longest: int) -> TaskSet:
+def _without_longer(settings: RunSettings, model_dir: Path, played: PlayedTasks, longest: int) -> TaskSet:
     tasks, sampling = played.tasks, _sampling(settings)
     tokenizer = LocalTokenizer(model_dir)
     lengths = longer_prompts(tasks, played.environment, model_dir, sampling, tokenizer, longest)

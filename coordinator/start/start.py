@@ -33,7 +33,7 @@ from coordinator.start.inputs import (
     engine_of,
     load_inputs,
 )
-from coordinator.start.last_settings import Change, changes, with_kept
+from coordinator.start.last_settings import SettingChange, changes, with_kept
 from coordinator.start.log_path import check_log_path, refuse_kernel
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
@@ -61,7 +61,7 @@ SETS = "eval.sets"
 
 
 @dataclass
-class Start:
+class NodeStart:
     """What START has found out about a node that takes part."""
 
     rank: int
@@ -82,7 +82,7 @@ class Start:
     """Heartbeats and flags of earlier processes of this rank."""
     overrides: Mapping[str, Any] | None = None
     """Settings that the master was given at this start, over those of the last one; None for others."""
-    changes: Sequence[Change] = ()
+    changes: Sequence[SettingChange] = ()
     """Settings of the master that are not what they were at the last start."""
 
 
@@ -106,16 +106,16 @@ def resume_given(request: StartRequest) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedStart:
     """What a start of the master goes by, of which nothing is refused. Nothing is written yet."""
 
     overrides: Mapping[str, Any]
     settings: RunSettings
     inputs: Inputs
-    changes: Sequence[Change]
+    changes: Sequence[SettingChange]
 
 
-def check_master(request: StartRequest) -> Checked:
+def check_master(request: StartRequest) -> CheckedStart:
     """Check everything that can be checked before the master writes; SettingsError says what is wrong.
 
     What was not given is as at the last start, but for the settings that are reset.
@@ -146,10 +146,10 @@ def check_master(request: StartRequest) -> Checked:
         log.warning("%s", text)
     if settings.rl_phase != "update":
         warn_of_reward_servers(settings)
-    return Checked(overrides, settings, inputs, changes(last, settings))
+    return CheckedStart(overrides, settings, inputs, changes(last, settings))
 
 
-def start_master(request: StartRequest, placement: Placement | None = None) -> Start:
+def start_master(request: StartRequest, placement: Placement | None = None) -> NodeStart:
     """Check everything as `check_master`, then make the directory and run.json."""
     checked = check_master(request)
     run_dir, inputs = placement_records.run_dir(request.root, request.crew, placement), checked.inputs
@@ -157,11 +157,11 @@ def start_master(request: StartRequest, placement: Placement | None = None) -> S
     settings = with_save_interval(checked.settings, run)
     for directory in run_dir.fixed_directories:
         files.make_directory(directory)
-    start = begin(MASTER, run_dir, run["run_id"], settings, inputs, settings)
+    start = node_start(MASTER, run_dir, run["run_id"], settings, inputs, settings)
     return replace(start, overrides=checked.overrides, changes=checked.changes)
 
 
-def start_worker(request: StartRequest, placement: Placement | None = None) -> Start:
+def start_worker(request: StartRequest, placement: Placement | None = None) -> NodeStart:
     """Wait for a living master, take its settings, and refuse what contradicts them.
 
     The first machine of a crew that the master is not in leads that crew: it is the master there, by the
@@ -207,7 +207,7 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> S
             text = f"{run_dir.name(rank)} ({host}) could not start: {error}"
             report_failed_start(run_dir, master_record.epoch, rank, host, text)
         raise
-    start = begin(rank, run_dir, run["run_id"], settings, inputs, of_run)
+    start = node_start(rank, run_dir, run["run_id"], settings, inputs, of_run)
     return replace(start, followed_epoch=master_record.epoch)
 
 
@@ -242,9 +242,9 @@ def refuse_rank(rank: int, num_nodes: int, whose: str) -> None:
         )
 
 
-def begin(
+def node_start(
     rank: int, run_dir: RunDir, run_id: str, settings: RunSettings, inputs: Inputs, of_run: RunSettings
-) -> Start:
+) -> NodeStart:
     """Return the Start of a rank's node."""
     board = whole_board(run_dir)
     newest = Records(run_dir).newest(board.records)
@@ -254,7 +254,7 @@ def begin(
     # Where the devices were placed otherwise before, another crew's numbers are used up.
     others = [RunDir(run_dir.root, crew) for crew in CREWS]
     epoch = max(whole_board(other, published.names).newest_epoch() for other in others)
-    return Start(
+    return NodeStart(
         rank=rank,
         run_dir=run_dir,
         run_id=run_id,

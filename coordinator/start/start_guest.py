@@ -18,7 +18,7 @@ from coordinator.start.inputs import difference, load_inputs
 from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import fixed_of, read_run_json, refuse_changes
-from coordinator.start.start import Start, absolute, begin
+from coordinator.start.start import NodeStart, absolute, node_start
 from coordinator.start.wait_for_master import await_master
 from rollout.settings_tree import Mark, marked
 from rollout.storage import files, once
@@ -33,7 +33,7 @@ MOST = 100
 """Guests of one machine."""
 
 
-def start_guest(request: StartRequest) -> Start:
+def start_guest(request: StartRequest) -> NodeStart:
     """Wait for a living master, and take its settings; SettingsError says what keeps this machine from being
     a guest. Nothing is written before.
     """
@@ -65,7 +65,7 @@ def start_guest(request: StartRequest) -> Start:
     if text := difference(inputs.codes(), record.inputs, record.master_host):
         raise SettingsError(text)
     rank = _rank_of(run_dir, request.guest or _name(run["run_id"]))
-    start = begin(rank, run_dir, run["run_id"], loading.overlay(of_run, overrides), inputs, of_run)
+    start = node_start(rank, run_dir, run["run_id"], loading.overlay(of_run, overrides), inputs, of_run)
     return replace(start, inputs=replace(inputs, local=overrides), followed_epoch=record.epoch)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from coordinator.directory.layout import MASTER, RunDir
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.placement_records import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
@@ -33,7 +33,7 @@ def await_master(
     for waited_s in patience(timeout_s):
         board = _protocol(run_dir)
         if board is not None and read_placement(run_dir.root) != placement:
-            raise Ended(Exit.MOVED, PLACED)
+            raise NodeEnded(Exit.MOVED, PLACED)
         board = board or parse([])
         beat = board.beats.get(MASTER)
         if first is None and waited_s == 0.0:
@@ -45,7 +45,7 @@ def await_master(
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             again = f"run --master --log-path {shlex.quote(str(run_dir.root))} --iterations N"
-            raise Ended(Exit.DONE, f"the run at {run_dir.root} is finished; to go on with it: {again}")
+            raise NodeEnded(Exit.DONE, f"the run at {run_dir.root} is finished; to go on with it: {again}")
         if waited_s == 0.0:
             is_over = newest is not None and newest.kind == "finished"
             goes_on = f"is finished; waiting {node_timeout_s:g} s for a master that goes on with it"
@@ -56,7 +56,7 @@ def await_master(
                 "waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, what_is_there(run_dir)
             )
             said_s = waited_s
-    raise Ended(
+    raise NodeEnded(
         Exit.LOST,
         f"no master came within {timeout_s:.0f} s at {run_dir.root}{what_is_there(run_dir)}; start it there "
         "with run --master, and check that all nodes see the same directory",

@@ -9,12 +9,12 @@ _BEGIN = b"\x0a"
 """First byte of a file whose first field is a piece; other programs have files of this name too."""
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     text: str
     kind: int
 
 
-def read_pieces(data: bytes) -> list[Piece]:
+def read_pieces(data: bytes) -> list[VocabularyPiece]:
     """Return the tokens, by their ids; none if the file is no model of SentencePiece."""
     if not data.startswith(_BEGIN):
         return []
@@ -24,12 +24,12 @@ def read_pieces(data: bytes) -> list[Piece]:
         return []
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> VocabularyPiece:
     fields = dict(_fields(data))
     text, kind = fields.get(1, b""), fields.get(3, 1)
     if not isinstance(text, bytes) or not isinstance(kind, int):
         raise ValueError("no piece")
-    return Piece(text.decode(), kind)
+    return VocabularyPiece(text.decode(), kind)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.model_dir import read_json
-from rollout.engines.sentencepiece_file import CONTROL, USER_DEFINED, Piece, read_pieces
+from rollout.engines.sentencepiece_file import CONTROL, USER_DEFINED, VocabularyPiece, read_pieces
 from rollout.storage import files
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -75,7 +75,7 @@ def read_special_tokens(model_dir: Path) -> SpecialTokens:
         {"content": entry["token_str"], "id": entry["rank"], "special": entry.get("is_control", True)}
         for entry in tekken.get("special_tokens") or listed
     ]
-    pieces: list[Piece] = []
+    pieces: list[VocabularyPiece] = []
     if not tokenizer and _PIECES in names:
         pieces = read_pieces(files.read(model_dir / _PIECES))
     added += [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 T = TypeVar("T")
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str | None = None
@@ -19,15 +19,15 @@ class NoCall(ValueError):
     """The text is no call."""
 
 
-Found = tuple[str, list[Call | None]]
+Found = tuple[str, list[ParsedCall | None]]
 """What the model says before the first call, and the calls: None for each that cannot be read."""
 
 
 def calls_behind(
-    text: str, mark: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Sequence[Call | None], int]]
+    text: str, mark: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Sequence[ParsedCall | None], int]]
 ) -> Found:
     """Return the calls that `read` finds behind each mark; it returns where they end, or raises NoCall."""
-    calls: list[Call | None] = []
+    calls: list[ParsedCall | None] = []
     first = match = mark.search(text)
     while match is not None:
         end = match.end()
@@ -55,7 +55,7 @@ def end_behind(text: str, mark: str, begin: int) -> int:
     return at + len(mark)
 
 
-def call_of(value: Any) -> Call:
+def call_of(value: Any) -> ParsedCall:
     """Return the call that {"name": ..., "arguments" or "parameters": {...}} is. Without arguments, or with
     the text of a JSON object for them, or as the OpenAI API has it (`function`), too. Raises NoCall.
     """
@@ -77,7 +77,7 @@ def call_of(value: Any) -> Call:
     if not isinstance(name, str) or is_elsewhere or not is_object:
         raise NoCall
     is_id = isinstance(id, str) and re.fullmatch("[a-zA-Z0-9]{9}", id)
-    return Call(name, arguments if isinstance(arguments, dict) else {}, id if is_id else None)
+    return ParsedCall(name, arguments if isinstance(arguments, dict) else {}, id if is_id else None)
 
 
 class Reader:

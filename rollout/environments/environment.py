@@ -24,7 +24,7 @@ from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 
 if TYPE_CHECKING:
-    from rollout.environments.openai_proxy import Session
+    from rollout.environments.openai_proxy import AgentSession
 
 Environment = Callable[[Task, Policy, Sampling], Awaitable[list[Sample]]]
 """Makes the group of a task: `sampling.n` samples. One that has the attribute `demonstrates = True` generates
@@ -52,13 +52,13 @@ async def single_turn(task: Task, policy: Policy, sampling: Sampling) -> list[Sa
     return [sample_of(completion) for completion in await policy.generate(prompt, n=sampling.n)]
 
 
-def serve(policy: Policy, j: int = 0) -> "Session":
+def serve(policy: Policy, j: int = 0) -> "AgentSession":
     """Let another program's agent make sample j. `async with serve(policy, j) as session:` opens an
     OpenAI-compatible server at `session.base_url`; see Session.
     """
-    from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
+    from rollout.environments.openai_proxy import AgentSession  # here, because aiohttp is slow to import
 
-    return Session(policy.for_sample(j))
+    return AgentSession(policy.for_sample(j))
 
 
 BUILT_IN: dict[str, Environment] = {

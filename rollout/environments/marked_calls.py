@@ -6,9 +6,9 @@ from typing import Any
 
 from rollout.environments.call_schema import argument_of
 from rollout.environments.call_values import (
-    Call,
     Found,
     NoCall,
+    ParsedCall,
     Reader,
     call_of,
     calls_behind,
@@ -23,7 +23,7 @@ def glm(text: str, schemas: Mapping[str, Any]) -> Found:
     with line breaks between the parts or without.
     """
 
-    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+    def read(mark: re.Match[str]) -> tuple[list[ParsedCall], int]:
         head = _GLM_NAME.match(text, mark.end())
         if head is None:
             raise NoCall
@@ -33,7 +33,7 @@ def glm(text: str, schemas: Mapping[str, Any]) -> Found:
             if "<arg_value>" in value:  # of the next argument: this one has no end
                 raise NoCall
             arguments[name], at = argument_of(value, name, schemas.get(head[1])), argument.end()
-        return [Call(head[1], arguments)], end_behind(text, "</tool_call>", at)
+        return [ParsedCall(head[1], arguments)], end_behind(text, "</tool_call>", at)
 
     return calls_behind(text, re.compile("<tool_call>"), read)
 
@@ -42,7 +42,7 @@ def harmony(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`: gpt-oss. The text
     goes on behind `<|start|>assistant`. What is said before is that of its messages, without their heads.
     """
-    texts, calls = list[str](), list[Call | None]()
+    texts, calls = list[str](), list[ParsedCall | None]()
     for message in text.split("<|start|>"):
         head, mark, body = message.partition("<|message|>")
         if not mark:  # the template has begun a message
@@ -68,7 +68,7 @@ def gemma4(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, strings between `<|"|>`: Gemma 4."""
     reader = Reader(text, _GEMMA_STRING, key=_GEMMA_KEY)
 
-    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+    def read(mark: re.Match[str]) -> tuple[list[ParsedCall], int]:
         reader.at = mark.end()
         reader.expect("call:")
         name = reader.name()
@@ -77,7 +77,7 @@ def gemma4(text: str, schemas: Mapping[str, Any]) -> Found:
         reader.expect("<tool_call|>")
         if not isinstance(arguments, dict):
             raise NoCall
-        return [Call(name, arguments)], reader.at
+        return [ParsedCall(name, arguments)], reader.at
 
     return calls_behind(text, re.compile(r"<\|tool_call>"), read)
 
@@ -88,7 +88,7 @@ def lfm2(text: str, schemas: Mapping[str, Any]) -> Found:
     """
     reader = Reader(text, _PYTHON_STRING, unescape=python_string)
 
-    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+    def read(mark: re.Match[str]) -> tuple[list[ParsedCall], int]:
         reader.at = mark.end()
         reader.expect("[")
         calls = reader.items("]", lambda: _lfm2_call(reader))
@@ -98,13 +98,13 @@ def lfm2(text: str, schemas: Mapping[str, Any]) -> Found:
     return calls_behind(text, re.compile(r"<\|tool_call_start\|>"), read)
 
 
-def _lfm2_call(reader: Reader) -> Call:
+def _lfm2_call(reader: Reader) -> ParsedCall:
     reader.take("")
     if reader.text.startswith("{", reader.at):
         return call_of(reader.value())
     name = reader.name()
     reader.expect("(")
-    return Call(name, dict(reader.items(")", reader.argument)))
+    return ParsedCall(name, dict(reader.items(")", reader.argument)))
 
 
 _GLM_NAME = re.compile(r"\s*([^\s<]+)\s*")

@@ -53,7 +53,7 @@ class _Node:
         return not self.taken and any(choice.taken for choice in self.choices)
 
 
-class Session:
+class AgentSession:
     """In `async with serve(policy, j) as session:`, an agent uses `session.base_url` and `session.api_key`
     with any OpenAI client. Then `session.samples()` returns its conversations.
 

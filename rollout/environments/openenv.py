@@ -16,7 +16,7 @@ from rollout.environments.text_gym import MOST_TURNS
 from rollout.origin import Sampling
 from rollout.tally import warn_once
 from rollout.tasks.openenv import SOURCE, content_of, rotated, schema_at, urls_of
-from rollout.tasks.openenv_client import ServerFault, Session
+from rollout.tasks.openenv_client import OpenEnvSession, ServerFault
 from rollout.tasks.parameters import parse
 from rollout.tasks.task_set import Task
 from rollout.tasks.text_gym import STEP_TIMEOUT
@@ -50,13 +50,13 @@ class OpenEnv:
     async def _play(self, task: Task, episode: Episode) -> Sample:
         urls = rotated(self._urls, next(self._begun))
         try:
-            async with Session(urls, task["openenv"][STEP_TIMEOUT], wait=_busy) as session:
+            async with OpenEnvSession(urls, task["openenv"][STEP_TIMEOUT], wait=_busy) as session:
                 return await _played(task, episode, session)
         except (ServerFault, RequestRefused) as error:
             return lost(" ".join(str(error).split()))
 
 
-async def _played(task: Task, episode: Episode, session: Session) -> Sample:
+async def _played(task: Task, episode: Episode, session: OpenEnvSession) -> Sample:
     spec, rewards = task["openenv"], list[float | None]()
     answer = await session.reset({**spec["reset"], "seed": task["seed"]})
     metrics, turns, is_cut = {}, 0, False

@@ -25,10 +25,10 @@ async def play_outside(
     "turn_rewards" may have one for each turn, or {"error": text}. A sample with an error, or whose call
     fails, is lost. If the call ends its process, all of them are.
     """
-    from rollout.environments.openai_proxy import Session  # here, because aiohttp is slow to import
+    from rollout.environments.openai_proxy import AgentSession  # here, because aiohttp is slow to import
 
     async with AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(Session(policy.for_sample(j))) for j in numbers]
+        sessions = [await stack.enter_async_context(AgentSession(policy.for_sample(j))) for j in numbers]
         places = [[session.base_url, session.api_key] for session in sessions]
         try:
             ends = await pool.wait(places, *arguments, deadline_s=LONGEST_S)

@@ -39,9 +39,9 @@ class SelfTeacher:
         name = settings.teacher or ""
         return cls(name.removeprefix(SELF), settings.teacher_template) if name.startswith(SELF) else None
 
-    def of_task(self, task: Task, policy: Policy) -> "OfTask":
+    def of_task(self, task: Task, policy: Policy) -> "TaskTeacher":
         """Return the teacher of a task's samples."""
-        return OfTask(self, task, policy)
+        return TaskTeacher(self, task, policy)
 
     def hinted(self, task: Task, feedback: str | None = None) -> Task:
         """Return the task with the hint in its prompt, or in its user's last message. Raises TaskError."""
@@ -65,14 +65,14 @@ class SelfTeacher:
 
     def hinted_set(self, tasks: TaskSet) -> TaskSet:
         """Return the tasks with the hints in their prompts, each made when it is asked for."""
-        return replace(tasks, tasks=_Hinted(self, tasks.tasks), classes={})
+        return replace(tasks, tasks=_HintedTasks(self, tasks.tasks), classes={})
 
     def _filled(self, prompt: str, hint: str) -> str:
         words = {"prompt": prompt, "hint": hint}
         return re.sub(r"\{(prompt|hint)\}", lambda place: words[place[1]], self.template)
 
 
-class _Hinted(Sequence[Task]):
+class _HintedTasks(Sequence[Task]):
     def __init__(self, teacher: SelfTeacher, tasks: Sequence[Task]) -> None:
         self._teacher = teacher
         self._tasks = tasks
@@ -84,7 +84,7 @@ class _Hinted(Sequence[Task]):
         return self._teacher.hinted(self._tasks[index])
 
 
-class OfTask:
+class TaskTeacher:
     """Asks about the samples of one task, whose prompts it reads once."""
 
     def __init__(self, teacher: SelfTeacher, task: Task, policy: Policy) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from rollout.engines.completion import Completion, ToolCall
 from rollout.environments.call_schema import argument_of, fitted
 from rollout.environments.call_values import (
-    Call,
     Found,
     NoCall,
+    ParsedCall,
     call_of,
     calls_behind,
     end_behind,
@@ -65,7 +65,7 @@ def _read(parser: str, text: str, schemas: Mapping[str, Any]) -> Found:
     return before, [_fitting(call, schemas) for call in calls]
 
 
-def _fitting(call: Call | None, schemas: Mapping[str, Any]) -> Call | None:
+def _fitting(call: ParsedCall | None, schemas: Mapping[str, Any]) -> ParsedCall | None:
     if call is None or call.name not in schemas or not isinstance(call.arguments, dict):
         return None
     try:
@@ -108,7 +108,7 @@ def _id(text: str) -> str:
 def _hermes(text: str, schemas: Mapping[str, Any]) -> Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+    def read(mark: re.Match[str]) -> tuple[list[ParsedCall], int]:
         value, end = read_json(text, mark.end())
         return [call_of(value)], end_behind(text, _CLOSE, end)
 
@@ -120,7 +120,7 @@ def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
     which leaves the first mark out at times, Qwen3.5 and later.
     """
 
-    def read(mark: re.Match[str]) -> tuple[list[Call], int]:
+    def read(mark: re.Match[str]) -> tuple[list[ParsedCall], int]:
         head = _QWEN_NAME.match(text, mark.end())
         if head is None or not mark[0].endswith("="):
             raise NoCall
@@ -138,7 +138,7 @@ def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
         end = end_behind(text, "</function>", end)
         if mark[0].startswith(_OPEN) or text[end:].lstrip().startswith(_CLOSE):
             end = end_behind(text, _CLOSE, end)
-        return [Call(head[1], arguments)], end
+        return [ParsedCall(head[1], arguments)], end
 
     return calls_behind(text, _QWEN_MARK, read)
 
@@ -148,7 +148,7 @@ def _llama3_json(text: str, schemas: Mapping[str, Any]) -> Found:
     object is a call wherever it begins, as for vLLM.
     """
     is_marked = text.lstrip().startswith(_PYTHON_TAG)
-    before, calls, at = text, list[Call | None](), 0
+    before, calls, at = text, list[ParsedCall | None](), 0
     while mark := _LLAMA_MARK.search(text, at):
         at = mark.end()
         try:
@@ -174,7 +174,7 @@ def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
     """
     before, mark, rest = text.partition(MISTRAL_MARK)
     rest = (rest if mark else text).strip()
-    calls: list[Call | None] = []
+    calls: list[ParsedCall | None] = []
     try:
         if rest.startswith("["):
             values, end = read_json(rest)
@@ -188,14 +188,14 @@ def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
             if match is None or (not match[2] and match[1] not in schemas):
                 raise NoCall
             arguments, end = read_json(rest, match.end()) if match[2] else ({}, match.end())
-            calls.append(Call(match[1], arguments))
+            calls.append(ParsedCall(match[1], arguments))
             rest = rest[end:].strip().removeprefix(MISTRAL_MARK)
     except (ValueError, RecursionError):
         return before if mark else "", [*calls, None] if calls or mark else []
     return before if mark else "", calls
 
 
-def _call_or_none(value: Any) -> Call | None:
+def _call_or_none(value: Any) -> ParsedCall | None:
     try:
         return call_of(value)
     except ValueError:

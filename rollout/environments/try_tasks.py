@@ -56,7 +56,7 @@ _ANSWERS = ("answer", "chosen", "rejected", "completion")
 
 
 @dataclass
-class _Look:
+class _TaskScan:
     """What is looked for in the texts of a task set, and what was found."""
 
     special_tokens: dict[int, str]
@@ -99,7 +99,9 @@ def try_tasks(
     lacking = [text for text, token in added.items() if token >= most]
     place = placeholder(model_dir)
     picture = next((text for text, token in added.items() if token == place), None)
-    look = _Look(special_tokens, min(contexts, default=None), lacking, known.words > most, template, picture)
+    look = _TaskScan(
+        special_tokens, min(contexts, default=None), lacking, known.words > most, template, picture
+    )
     _look(tasks.tasks, look)
     if look.in_place:
         raise TaskError(
@@ -168,7 +170,7 @@ def _unseen(tasks: TaskSet) -> Iterator[str]:
         )
 
 
-def _look(tasks: Sequence[Task], look: _Look) -> None:
+def _look(tasks: Sequence[Task], look: _TaskScan) -> None:
     """Find the tasks to render: the first of each shape, and those that the model may not be able to take."""
     mark = re.compile("|".join(map(re.escape, look.special_tokens.values())) or "(?!)")
     for index, task in enumerate(tasks):
@@ -272,7 +274,7 @@ async def _prompt(
     return prompt, len(prompt) + 1
 
 
-def _odd(task: Task, prompt: Sequence[int], look: _Look, limits: dict[str, Any]) -> Iterator[str]:
+def _odd(task: Task, prompt: Sequence[int], look: _TaskScan, limits: dict[str, Any]) -> Iterator[str]:
     """Yield a warning for each oddity of the special tokens of a prompt."""
     special, ends = look.special_tokens, limits["end_ids"]
     first = [token for token in prompt[:4] if token in special]

@@ -27,7 +27,7 @@ class EndpointError(RuntimeError):
     """The server gave no usable answer; the message has its URL and the reason."""
 
 
-class _Asked:
+class _PendingQuestion:
     """A question for as long as somebody waits for its answer."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Endpoint:
         self._timeout_s, self._retries, self._at_once, self._cache = timeout_s, retries, at_once, cache
         self._known: OrderedDict[bytes, Any] = OrderedDict()
         """By a digest of what was sent."""
-        self._asked: weakref.WeakValueDictionary[bytes, _Asked] = weakref.WeakValueDictionary()
+        self._asked: weakref.WeakValueDictionary[bytes, _PendingQuestion] = weakref.WeakValueDictionary()
         self._open: tuple[aiohttp.ClientSession, asyncio.Semaphore] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -63,7 +63,7 @@ class Endpoint:
         if not self._cache:
             return await self._tried(sent, read)
         key = hashlib.sha256(sent.encode("utf-8", "surrogatepass")).digest()
-        entry = self._asked.setdefault(key, _Asked())
+        entry = self._asked.setdefault(key, _PendingQuestion())
         async with entry.lock:
             if entry.failure is not None:  # what it was asked before is the answer of all who waited
                 raise EndpointError(str(entry.failure))

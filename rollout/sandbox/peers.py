@@ -7,7 +7,7 @@ This file is main.py in both; the tests' has tests.json beside it, the other ans
 A test and what it tests do not share a process, because code can make any test pass in its own: by ending
 the process, by objects that equal everything, by another `assert`. Here the code only ever sees the arguments
 of its functions, and what comes back are plain values, which are compared where the code cannot reach.
-Objects of other kinds stay with the code; a test has a `Remote` for each.
+Objects of other kinds stay with the code; a test has a `JailedObject` for each.
 
 The jail of the tests prints a line for each test: 1 if it has raised nothing, else 0 and what it has raised.
 """
@@ -26,7 +26,7 @@ _SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Remote:
+class JailedObject:
     """An object of the other jail. It can be called and looked at, but not compared: what it equals, only the
     other jail knows.
     """
@@ -84,7 +84,9 @@ class Peer:
         self._is_open = is_open
         self._given: list[Any] = []
 
-    def ask(self, request: str, remote: Remote | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(
+        self, request: str, remote: JailedObject | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Have the other end do something, and serve what it asks for meanwhile. Lists, dicts and sets among
         `args` are changed as there. Raises what was raised there if it is a built-in Exception, else a
         RuntimeError.
@@ -133,7 +135,7 @@ class Peer:
 
     def _written(self, value: Any) -> Any:
         """Return a form of the value that JSON can hold; `_read` makes the value of it."""
-        if isinstance(value, Remote):
+        if isinstance(value, JailedObject):
             return {"yours": value.__dict__["_number"]}
         if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's
             value = value.tolist()
@@ -155,7 +157,7 @@ class Peer:
             return written
         ((name, held),) = written.items()
         if name == "mine":
-            return Remote(self, held)
+            return JailedObject(self, held)
         if name == "yours":
             return self._given[held]
         if name == "complex":
@@ -205,7 +207,7 @@ def tests(peer: Peer, say: Callable[[str], None]) -> None:
     names: dict[str, Any] = {}
 
     def begin() -> None:
-        for name, value in Remote(peer, 0)().items():
+        for name, value in JailedObject(peer, 0)().items():
             if name[:2] != "__" and not hasattr(builtins, name):  # `abs` and `all` of a test are Python's
                 names[name] = value
         names["__name__"] = "tests"

@@ -60,7 +60,7 @@ def apply(before: IO[bytes], delta: Iterable[bytes], write: Callable[[bytes], ob
 
     A delta of other files gives other bytes, so compare the checksum.
     """
-    listed = _Unpacked(delta)
+    listed = _DeltaReader(delta)
     while data := before.read(BLOCK_BYTES):
         words = _words(data).copy()
         count = int.from_bytes(listed.read(4), "little")
@@ -103,7 +103,7 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[bytes]:
         yield bytes(begun)
 
 
-class _Unpacked:
+class _DeltaReader:
     """Reads what was packed, without ever holding much more of it than was asked for."""
 
     def __init__(self, packed: Iterable[bytes]) -> None:

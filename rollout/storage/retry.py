@@ -69,13 +69,13 @@ class SharedFsError(OSError):
 
 
 @dataclass(frozen=True)
-class _Space:
+class _SpaceWait:
     limit_s: float
     check: Callable[[SharedFsError], None]
 
 
 @dataclass(frozen=True)
-class Call:
+class DirectoryCall:
     """A call on the shared directory that has not returned."""
 
     verb: str
@@ -84,10 +84,10 @@ class Call:
     """The monotonic moment at which it began."""
 
 
-under_way: dict[int, Call] = {}
+under_way: dict[int, DirectoryCall] = {}
 """The call that each thread waits for."""
 
-_SPACE: ContextVar[_Space | None] = ContextVar("space", default=None)
+_SPACE: ContextVar[_SpaceWait | None] = ContextVar("space", default=None)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def waiting_for_space(
     """Where the disk is full, let each call of this context wait up to `limit_s` until there is some space;
     `check` is given the error again and again meanwhile, and may raise.
     """
-    token = _SPACE.set(_Space(limit_s, check))
+    token = _SPACE.set(_SpaceWait(limit_s, check))
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def retry(
     thread = get_ident()
     if thread in under_way:  # a part of another call
         return _retry(verb, path, call, needs, passing, attempts)
-    under_way[thread] = Call(verb, path, time.monotonic())
+    under_way[thread] = DirectoryCall(verb, path, time.monotonic())
     try:
         return _retry(verb, path, call, needs, passing, attempts)
     finally:

@@ -31,7 +31,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 """The C library's function, which Linux alone has."""
 
 
-class Sink:
+class FileSink:
     """Takes the bytes of one file, in order, and hashes them."""
 
     def __init__(self, file: IO[bytes], moved: Moved, durable: bool = False) -> None:
@@ -69,7 +69,7 @@ class Sink:
         return {"sha256": self._hash.hexdigest(), "bytes": self._bytes}
 
 
-Produce = Callable[[Sink], object]
+Produce = Callable[[FileSink], object]
 """Writes the content of a file. It may be called again, with another sink, and then writes the same."""
 
 
@@ -145,7 +145,7 @@ def write(
         try:
             # Without O_EXCL: Python repeats a call after EINTR, and the first one may have created the file.
             with os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, files.MODE), "wb") as file:
-                sink = Sink(file, moved, durable)
+                sink = FileSink(file, moved, durable)
                 if isinstance(content, bytes):
                     sink.write(content)
                 else:
@@ -193,7 +193,7 @@ def link(
 def copy_of(path: Path) -> Produce:
     """Return the Produce of a copy of the file `path`."""
 
-    def produce(sink: Sink) -> None:
+    def produce(sink: FileSink) -> None:
         for piece in hashing.pieces(path):
             sink.write(piece)
 

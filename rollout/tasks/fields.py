@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rollout.pictures import PictureError, pictures_in
-from rollout.tasks.file_kinds import Row
+from rollout.tasks.file_kinds import TaskRow
 from rollout.tasks.messages import (
     ANSWER,
     WORDS,
@@ -28,7 +28,7 @@ _ANSWERS = ("ground_truth", "final_answer", "completion", "response", "output", 
 
 
 def task_of(
-    row: Row, number: int, columns: Mapping[str, str], take: Callable[[Any], str] | None = None
+    row: TaskRow, number: int, columns: Mapping[str, str], take: Callable[[Any], str] | None = None
 ) -> dict[str, Any]:
     """Return a row as a task; ValueError with the reason. `columns` names the column of a field; `number` is
     the task's id if it has none. Messages and tools are in one form. What the assistant says at the end of

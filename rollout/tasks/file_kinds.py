@@ -24,7 +24,7 @@ _BEGINNINGS = {
 _OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     """One row of a source, not checked yet."""
 
     file: str

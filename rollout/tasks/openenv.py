@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.pictures import image_url
-from rollout.tasks.openenv_client import ServerFault, Session, excerpt, schema_of
+from rollout.tasks.openenv_client import OpenEnvSession, ServerFault, excerpt, schema_of
 from rollout.tasks.parameters import SIZE, parse
 from rollout.tasks.pictures import png
 from rollout.tasks.text_gym import LOAD_TIMEOUT_S, STEP_TIMEOUT, Content, content_with, limit_of, seeds_of
@@ -185,7 +185,7 @@ async def _observed(spec: Mapping[str, Any], seeds: Sequence[int]) -> list[Conte
     places = asyncio.Semaphore(AT_ONCE * len(urls))
 
     async def observe(number: int, seed: int) -> Content:
-        session = Session(rotated(urls, number), spec[STEP_TIMEOUT], busy_s=BUSY_S)
+        session = OpenEnvSession(rotated(urls, number), spec[STEP_TIMEOUT], busy_s=BUSY_S)
         async with places, session:
             answer = await session.reset({**spec["reset"], "seed": seed})
         if answer.done:

@@ -39,11 +39,11 @@ class ServerFault(ValueError):
     """The server is not there, or says what it must not; the message has its URL."""
 
 
-class Busy(ServerFault):
+class NoFreeSession(ServerFault):
     """The server has no session left."""
 
 
-class Said(NamedTuple):
+class StepResult(NamedTuple):
     """What reset and step return."""
 
     fields: dict[str, Any]
@@ -79,7 +79,7 @@ async def schema_of(url: str, limit_s: float) -> dict[str, Any]:
         raise ServerFault(f"{url}/schema is not that of an OpenEnv server: {excerpt(error)}") from None
 
 
-class Session:
+class OpenEnvSession:
     """A session with the first of these servers that is there. `limit_s`: how long connecting, reset and step
     may each take. `busy_s`: how long to wait while all sessions are taken, of which `wait` is told.
 
@@ -117,14 +117,14 @@ class Session:
         finally:
             await self._drop()
 
-    async def reset(self, arguments: Mapping[str, Any]) -> Said:
+    async def reset(self, arguments: Mapping[str, Any]) -> StepResult:
         """Begin an episode, in a session that this opens. Raises ServerFault."""
         began_s, wait_s = time.monotonic(), FIRST_WAIT_S
         while True:
             try:
                 await self._connect()
                 return await self._ask("reset", arguments)
-            except Busy as busy:
+            except NoFreeSession as busy:
                 await self._drop()
                 if time.monotonic() - began_s > self._busy_s:
                     raise ServerFault(f"{busy} for {self._busy_s:g} s") from None
@@ -133,7 +133,7 @@ class Session:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def step(self, action: Mapping[str, Any]) -> Said:
+    async def step(self, action: Mapping[str, Any]) -> StepResult:
         """Act. Raises ServerFault."""
         return await self._ask("step", action)
 
@@ -170,7 +170,7 @@ class Session:
             if http is not None:
                 await http.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Said:
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> StepResult:
         from aiohttp import WSMsgType
 
         assert self._socket is not None and self._next is not None
@@ -186,13 +186,13 @@ class Session:
         self._next = asyncio.create_task(self._socket.receive())
         try:
             return read(message.data)
-        except Busy as error:
-            raise Busy(f"{self.url}: all its sessions are taken ({error})") from None
+        except NoFreeSession as error:
+            raise NoFreeSession(f"{self.url}: all its sessions are taken ({error})") from None
         except ValueError as error:
             raise ServerFault(f"{self.url}, {kind}: {excerpt(error)}") from None
 
 
-def read(text: str) -> Said:
+def read(text: str) -> StepResult:
     """Read an answer to reset or step. ValueError if it is none; Busy if the server has no session left."""
     try:
         message = json.loads(text)
@@ -203,14 +203,14 @@ def read(text: str) -> Said:
         raise ValueError(f"it answers {excerpt(text)!r}; it must be an observation") from None
     if kind == "error":
         error_text = f"{data.get('message')} ({data.get('code')}) {data.get('errors') or ''}"
-        raise (Busy if data.get("code") == "CAPACITY_REACHED" else ValueError)(excerpt(error_text))
+        raise (NoFreeSession if data.get("code") == "CAPACITY_REACHED" else ValueError)(excerpt(error_text))
     reward, done = data.get("reward"), data.get("done", False)
     if reward is not None and not _is_number(reward):
         raise ValueError(f"the reward is {excerpt(reward)}; it must be a finite number")
     if not isinstance(done, bool):
         raise ValueError(f"done is {excerpt(done)}; it must be true or false")
     metrics = {name: float(value) for name, value in metadata.items() if _is_number(value)}
-    return Said(fields, None if reward is None else float(reward), done, metrics)
+    return StepResult(fields, None if reward is None else float(reward), done, metrics)
 
 
 def _is_number(value: Any) -> bool:

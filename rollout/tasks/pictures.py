@@ -24,7 +24,7 @@ _MARK = "<image>"
 """What many data sets write into a text where a picture goes."""
 
 
-class Pictures:
+class TaskPictures:
     """The pictures of a set of tasks. What was given as bytes is in a temporary file without a name."""
 
     def __init__(self, directory: str | None = None) -> None:
@@ -95,8 +95,8 @@ class Pictures:
 
 
 def publish_picture(value: Any, directory: Path) -> str:
-    """Return the digest of a picture, which is a file in `directory` then: of one as `Pictures.take` has it,
-    of a picture of PIL, or of an array (height, width, 3) of uint8. Raises PictureError.
+    """Return the digest of a picture, which is a file in `directory` then: of one as TaskPictures.take
+    has it, of a picture of PIL, or of an array (height, width, 3) of uint8. Raises PictureError.
     """
     if is_digest(value):
         return value

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout.storage import files
-from rollout.tasks.file_kinds import HUB, TABLES, Row, RowError, kind
+from rollout.tasks.file_kinds import HUB, TABLES, RowError, TaskRow, kind
 from rollout.tasks.table_rows import read_arrow, read_hub, read_parquet
 from rollout.tasks.text_rows import read_csv, read_json
 
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 """How the files of a split are named, one of which should not be trained on."""
-_READERS: dict[str, Callable[[str, str], Iterator[Row]]] = dict(
+_READERS: dict[str, Callable[[str, str], Iterator[TaskRow]]] = dict(
     zip(TABLES, (read_csv, read_parquet, read_arrow), strict=True)
 )
 
@@ -24,7 +24,7 @@ def is_there(source: str) -> bool:
     return files.exists(Path(source)) or ("*" in source and bool(glob.glob(source, recursive=True)))
 
 
-def rows(source: str, *, default_split: str = "train", images: str = "images") -> Iterator[Row]:
+def rows(source: str, *, default_split: str = "train", images: str = "images") -> Iterator[TaskRow]:
     """Yield the rows of a file, of all files of a directory or of a pattern with `*` in the order of their
     names, or of a data set. The column `images` may hold bytes. Raises RowError.
     """

@@ -23,7 +23,7 @@ WEIGHT_FLOOR = 0.05
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnTasks:
     """The tasks of an iteration."""
 
     tasks: list[int]
@@ -44,7 +44,7 @@ def draw(
     deferred: Sequence[int],
     success: Mapping[int, float],
     iteration: int,
-) -> Drawn:
+) -> DrawnTasks:
     """Return the next `count` tasks, by `settings.task_sampling`.
 
     `state` is what the previous draw returned; it keeps the places of the streams of other settings too.
@@ -56,13 +56,13 @@ def draw(
     if settings.task_sampling == "curriculum":
         first = list(again[:count])
         chosen = _curriculum(len(tasks.tasks), settings.seed, iteration, count - len(first), success)
-        return Drawn(first + chosen, dict(state), [])
+        return DrawnTasks(first + chosen, dict(state), [])
     waiting = [*again, *deferred]
     if settings.task_sampling == "ratio":
         return _ratio(tasks, settings, count, state, waiting)
     begin, new = state.get("", 0), max(0, count - len(waiting))
     order = task_order(len(tasks.tasks), settings.seed, begin, new)
-    return Drawn(waiting[:count] + order, {**state, "": begin + new}, waiting[count:])
+    return DrawnTasks(waiting[:count] + order, {**state, "": begin + new}, waiting[count:])
 
 
 def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
@@ -78,7 +78,7 @@ def check_sampling(tasks: TaskSet, settings: RolloutSettings) -> None:
 
 def _ratio(
     tasks: TaskSet, settings: RolloutSettings, count: int, state: Mapping[str, int], waiting: Sequence[int]
-) -> Drawn:
+) -> DrawnTasks:
     """Draw each class from an endless stream of its own. A stream belongs to the whole ratio, so that another
     ratio starts anew, and does not make up for what the old one did not draw. What waits and is of a class
     without a share is forgotten.
@@ -97,7 +97,7 @@ def _ratio(
     }
     order = [classes[name][next(streams[name])] for name in sequence]
     reached = {**state, **{keys[name]: drawn[name] + new[name] for name in classes}}
-    return Drawn(waiting[:count] + order, reached, waiting[count:])
+    return DrawnTasks(waiting[:count] + order, reached, waiting[count:])
 
 
 def _interleave(shares: Mapping[str, Fraction], drawn: Mapping[str, int], count: int) -> list[str]:

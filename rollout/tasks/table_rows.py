@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollout.processes.killable_rewards import missing
-from rollout.tasks.file_kinds import HUB, Row, RowError, hint_by_beginning, hub_parts
+from rollout.tasks.file_kinds import HUB, RowError, TaskRow, hint_by_beginning, hub_parts
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _JSON = "extension<arrow.json>"
 """What Arrow calls a text of JSON: `datasets` writes values of several kinds so."""
 
 
-def read_parquet(file: str, images: str) -> Iterator[Row]:
+def read_parquet(file: str, images: str) -> Iterator[TaskRow]:
     _need("pyarrow", file)
     import pyarrow.parquet as parquet
 
@@ -32,7 +32,7 @@ def read_parquet(file: str, images: str) -> Iterator[Row]:
     return _of_batches(file, batches, images)
 
 
-def read_arrow(file: str, images: str) -> Iterator[Row]:
+def read_arrow(file: str, images: str) -> Iterator[TaskRow]:
     _need("pyarrow", file)
     import pyarrow
 
@@ -48,7 +48,7 @@ def read_arrow(file: str, images: str) -> Iterator[Row]:
     return _of_batches(file, batches, images)
 
 
-def read_hub(source: str, default_split: str, images: str) -> Iterator[Row]:
+def read_hub(source: str, default_split: str, images: str) -> Iterator[TaskRow]:
     _need("datasets", source)
     import datasets
 
@@ -73,7 +73,7 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[Row]:
     return (yield from _of_batches(source, batches, images))
 
 
-def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) -> Iterator[Row]:
+def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) -> Iterator[TaskRow]:
     import pyarrow
 
     number = 0
@@ -88,7 +88,7 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) ->
                 for values in batch.select(kept).slice(begin, _BATCH).to_pylist():
                     number += 1
                     shown = {} if values.get(images) is None else {images: values.pop(images)}
-                    yield Row(file, number, {**_fields(values, kinds), **shown})
+                    yield TaskRow(file, number, {**_fields(values, kinds), **shown})
     except (pyarrow.ArrowException, ValueError, KeyError) as error:
         way_out = "" if file.startswith(HUB) else hint_by_beginning(file)
         raise RowError(

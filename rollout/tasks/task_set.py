@@ -19,7 +19,7 @@ from rollout.tasks.fields import task_of
 from rollout.tasks.file_kinds import HUB, RowError, place
 from rollout.tasks.messages import with_digests, with_system_prompt
 from rollout.tasks.openenv import openenv_tasks
-from rollout.tasks.pictures import Pictures
+from rollout.tasks.pictures import TaskPictures
 from rollout.tasks.read_rows import rows
 from rollout.tasks.shape_pictures import shape_tasks
 from rollout.tasks.stored import SomeTasks, StoredTasks
@@ -75,7 +75,7 @@ class TaskSet:
     """Where each task is; None if they were generated."""
     classes: dict[str, dict[str, Sequence[int]]] = field(default_factory=dict, compare=False, repr=False)
     """By field, for sampling: the indices of the tasks that have a value there."""
-    pictures: Pictures | None = field(default=None, compare=False, repr=False)
+    pictures: TaskPictures | None = field(default=None, compare=False, repr=False)
     """The pictures that the tasks show, by the digests in their messages; None: they show none."""
 
     def place(self, index: int) -> str:
@@ -125,7 +125,7 @@ def load_tasks(
     kind, _, parameters = source.partition(":")
     if source not in BUILT_IN and kind not in FROM_LIBRARIES:
         raise TaskError(f"{source}: no such built-in task set; there is {' and '.join(BUILT_IN)}")
-    pictures = Pictures(directory)
+    pictures = TaskPictures(directory)
     try:
         if source in BUILT_IN:
             tasks = BUILT_IN[source](seed, split, pictures)
@@ -156,7 +156,7 @@ def _load(
 ) -> TaskSet:
     """Read all rows once, and keep where the tasks are."""
     tasks, places, digest, ids = StoredTasks(directory), Places(), hashlib.sha256(), array("Q")
-    pictures = Pictures(directory)
+    pictures = TaskPictures(directory)
     try:
         for row in rows(source, default_split=default_split, images=columns.get("images", "images")):
             folder = None if row.file.startswith(HUB) else Path(row.file).parent
@@ -226,7 +226,7 @@ def _permutation(size: int, label: str) -> list[int]:
     return np.argsort(random_bits(key, np.arange(size, dtype=np.uint64)), kind="stable").tolist()
 
 
-def _arithmetic(seed: int, split: Split, _pictures: Pictures) -> list[Task]:
+def _arithmetic(seed: int, split: Split, _pictures: TaskPictures) -> list[Task]:
     """Two-digit additions. The answer's digits are reversed, so that the carry runs in writing order.
 
     Evaluation holds out pairs of operands in both orders: 58+27 in training would give away 27+58.
@@ -235,7 +235,7 @@ def _arithmetic(seed: int, split: Split, _pictures: Pictures) -> list[Task]:
     return [{"id": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)[::-1]} for a, b in pairs]
 
 
-def _products(seed: int, split: Split, _pictures: Pictures) -> list[Task]:
+def _products(seed: int, split: Split, _pictures: TaskPictures) -> list[Task]:
     """Two-digit multiplications: too hard for a small model without a calculator."""
     pairs = _pairs(f"products/{seed}", split)
     return [{"id": f"{a}*{b}", "prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
@@ -252,12 +252,12 @@ def _pairs(key: str, split: Split) -> list[tuple[int, int]]:
     return [(a, b) for a in range(10, 100) for b in range(10, 100) if (a, b) not in excluded]
 
 
-def _shapes(seed: int, split: Split, pictures: Pictures) -> list[Task]:
+def _shapes(seed: int, split: Split, pictures: TaskPictures) -> list[Task]:
     return shape_tasks(seed, split, EVAL_TASKS, pictures.take)
 
 
 SHAPES = "builtin:shapes"
-BUILT_IN: dict[str, Callable[[int, Split, Pictures], list[Task]]] = {
+BUILT_IN: dict[str, Callable[[int, Split, TaskPictures], list[Task]]] = {
     "builtin:arithmetic": _arithmetic,
     "builtin:products": _products,
     SHAPES: _shapes,

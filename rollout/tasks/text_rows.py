@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.storage import hashing
-from rollout.tasks.file_kinds import Row, RowError, hint_by_beginning
+from rollout.tasks.file_kinds import RowError, TaskRow, hint_by_beginning
 
 _BOM = b"\xef\xbb\xbf"
 _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
@@ -25,12 +25,12 @@ def _lines(file: str) -> Iterator[bytes]:
     yield rest
 
 
-def read_json(file: str, _images: str) -> Iterator[Row]:
+def read_json(file: str, _images: str) -> Iterator[TaskRow]:
     first = next((line for line in _lines(file) if line.strip()), b"").removeprefix(_BOM).strip()
     if first and (document := _document(file, first)) is not None:
         for number, content in enumerate(document, start=1):
             _check_text(content)
-            yield Row(file, number, content)
+            yield TaskRow(file, number, content)
         return
     for number, line in enumerate(_lines(file), start=1):
         if not line.strip():
@@ -41,7 +41,7 @@ def read_json(file: str, _images: str) -> Iterator[Row]:
             content = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
             if b"\\u" in line:
                 _check_text(content)
-            yield Row(file, number, content)
+            yield TaskRow(file, number, content)
         except UnicodeDecodeError as error:
             way_out = _way_out(file) or "; save the file as UTF-8"
             raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{way_out}") from error
@@ -144,7 +144,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def read_csv(file: str, _images: str) -> Iterator[Row]:
+def read_csv(file: str, _images: str) -> Iterator[TaskRow]:
     csv.field_size_limit(_LONGEST_CELL)
     lines = _lines(file)
     first = next(lines).removeprefix(b"\xef\xbb\xbf")  # spreadsheets begin a file so
@@ -167,7 +167,9 @@ def read_csv(file: str, _images: str) -> Iterator[Row]:
                     f"{file}, row {number}: has {len(cells)} cells, but the header has {len(header)}; put "
                     "quotes around a text with commas"
                 )
-            yield Row(file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+            yield TaskRow(
+                file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
+            )
     except UnicodeDecodeError as error:
         raise RowError(f"{file}, row {number + 1}: not UTF-8; save the file as UTF-8") from error
     except csv.Error as error:

@@ -28,7 +28,16 @@ from pathlib import Path
 
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import RunDir
-from coordinator.protocol.chunks import Chunk, Chunks, Made, Pace, Standing, choose, cut, measured
+from coordinator.protocol.chunks import (
+    Chunk,
+    Chunks,
+    Pace,
+    RankLoad,
+    RankTimings,
+    choose_chunks,
+    cut_into_chunks,
+    measured,
+)
 from coordinator.protocol.split_slots import split_slots
 from rollout.storage import files
 
@@ -83,9 +92,9 @@ class Rollout:
         self._costs = chunks.costs()
         return self._run(chunks, claims)
 
-    def made(self) -> dict[int, Made]:
+    def made(self) -> dict[int, RankTimings]:
         """Return the Made of each node."""
-        return {rank: Made(node.seconds, self.at_once) for rank, node in self.nodes.items()}
+        return {rank: RankTimings(node.seconds, self.at_once) for rank, node in self.nodes.items()}
 
     def _run(self, chunks: Chunks | None, claims: Mapping[int, Claims]) -> float:
         for rank in range(len(self.speeds)):
@@ -124,8 +133,8 @@ class Rollout:
         shown, each = claims.look(), len(chunks.chunks)
         numbers = {chunk: shown.number(chunk, each) for chunk in range(each)}
         free = {chunk: number for chunk, number in numbers.items() if number not in shown.claimed}
-        me = Standing(node.open_work, node.pace, now_s - self._still_since_s, self.at_once)
-        wanted = choose(chunks, node.rank, list(free), me)
+        me = RankLoad(node.open_work, node.pace, now_s - self._still_since_s, self.at_once)
+        wanted = choose_chunks(chunks, node.rank, list(free), me)
         number = claims.take([free[chunk] for chunk in wanted]) if wanted else None
         if number is None:
             if free:
@@ -202,7 +211,7 @@ class Run:
         if new_tasks and costs:
             costs = dict.fromkeys(costs, statistics.mean(costs.values()))
         paces = {rank: pace for rank, pace in self.paces.items() if rank != new}
-        chunks = cut(range(len(self.seconds)), costs, ranks, paces)
+        chunks = cut_into_chunks(range(len(self.seconds)), costs, ranks, paces)
         files.operations.clear()
         claims = {rank: Claims(self.run_dir, 1, self.number, 2, rank) for rank in ranks}
         ratio = rollout.by_claims(chunks, claims) / ideal_s(self.seconds, self.speeds, self.at_once, halves)

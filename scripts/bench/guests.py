@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other benchmarks, 
 
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, RunDir
-from coordinator.protocol.chunks import Chunk, Chunks, Pace, cut
+from coordinator.protocol.chunks import Chunk, Chunks, Pace, cut_into_chunks
 from rollout.storage import files
 from scripts.bench.balance import Rollout, SimulatedNode
 
@@ -130,7 +130,7 @@ def main() -> None:
                 run_dir = RunDir(Path(directory))
                 files.make_directory(run_dir.claims)
                 claims = {rank: Claims(run_dir, 1, 1, 2, rank) for rank in ranks}
-                chunks = cut(range(len(seconds)), costs, members, paces if known else {})
+                chunks = cut_into_chunks(range(len(seconds)), costs, members, paces if known else {})
                 took_s = rollout.with_guests(chunks, claims)
             made = {slot for node in rollout.nodes.values() for slot in node.seconds}
             assert made == set(range(options.groups)), "a group was lost"

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' mounts, whi
 
 from coordinator.directory.layout import RunDir
 from coordinator.journal import logs
-from coordinator.main import live
+from coordinator.main import run_to_exit_code
 from coordinator.node.flags import Payload
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
@@ -110,7 +110,7 @@ def run_node(root: Path, rank: int, options: argparse.Namespace) -> None:
     settings |= {**REAL, "iterations": options.iterations + WARM_UP} if options.real else {}
     request = StartRequest(root, rank, {} if rank else settings)
     start = (start_worker if rank else start_master)(request)
-    code = live(start, logs.set_up(rank), iterate)
+    code = run_to_exit_code(start, logs.set_up(rank), iterate)
     said = {"code": code, "seconds": seconds[WARM_UP:], "operations": operations}
     print(json.dumps({**said, "calls": calls.per_iteration(options.iterations)}))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.engines.embedded.batch import Generation
-from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.picture_input import PictureReader
 from rollout.trajectory import Picture
 from scripts.models.forked import LIMIT_S, Differs, Failed, forked
@@ -23,7 +23,7 @@ from scripts.tiny_seeing_models import IMAGES, has_pictures, make_seeing_batch
 from trainer.batch.batch import Batch
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill, plan_step
 from trainer.model.learner import Learner, build_learner
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import RunPictures
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 from trainer.update.step_stats import StepStats
@@ -81,7 +81,7 @@ def lora(directory: Path) -> str:
 
 def embedded_engine(directory: Path) -> str:
     """Generate for prompts of two lengths at once: the largest error of its logprobs."""
-    engine = TorchEngine(directory, dtype=torch.float64, max_batch=8)
+    engine = EmbeddedEngine(directory, dtype=torch.float64, max_batch=8)
     engine.start()
     reader = PictureReader(directory) if has_pictures(directory) else None
     asked: list[Any] = []
@@ -144,7 +144,7 @@ def _batch(directory: Path) -> Batch:
 def _learner(directory: Path, settings: TrainerSettings) -> Learner:
     learner = build_learner(directory, CPU, settings)
     if has_pictures(directory):
-        learner.see(Pictures(directory, directory / IMAGES), settings.share_prompts)
+        learner.see(RunPictures(directory, directory / IMAGES), settings.share_prompts)
     return learner
 
 

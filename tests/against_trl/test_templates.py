@@ -13,7 +13,7 @@ import pytest
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import ToolCall
-from rollout.engines.embedded.text import Texts
+from rollout.engines.embedded.text import TextTokenizer
 from rollout.environments.demonstration import demonstration
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
@@ -90,7 +90,7 @@ class Client(TemplatedClient):
             {"bos_token": "<bos>", "eos_token": end, "additional_special_tokens": marks}
         )
         self.tokenizer.save_pretrained(directory)
-        self.texts, self.lines = Texts(directory), list(lines)
+        self.texts, self.lines = TextTokenizer(directory), list(lines)
 
     def text(self, token_ids: Any) -> str:
         return str(self.tokenizer.decode(token_ids))

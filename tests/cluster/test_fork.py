@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.console.commands.fork import fork
 from coordinator.console.report import write_comparison
-from coordinator.console.views.difference import Compared, compare, describe_difference, show_difference
+from coordinator.console.views.difference import ComparedIterations, compare, describe_difference
 from coordinator.console.views.run import Run
 from coordinator.console.views.status import StatusReader
 from coordinator.console.views.status_text import render
@@ -40,15 +40,17 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
     assert [line["reward"] for line in same.metrics()] == [line["reward"] for line in cluster.metrics()]
     assert {path: path.read_bytes() for path in before} == before, "nothing of the parent changes"
     all_four = [1, 2, 3, 4]
-    assert compare(Run(cluster.root), Run(same.root)) == Compared(all_four, all_four, all_four, None)
+    assert compare(Run(cluster.root), Run(same.root)) == ComparedIterations(
+        all_four, all_four, all_four, None
+    )
 
     fork(same.root, 4, other.root)
     shutil.rmtree(cluster.root)
     parent = same.root.rename(same.root.with_name("renamed"))
     finish(other, "rollout.reward=tests.cluster.plugins:constant")
-    assert show_difference(parent, other.root) == 1
-    printed = capsys.readouterr().out
-    lines, _ = describe_difference(parent, other.root)
+    lines, are_equal = describe_difference(parent, other.root)
+    assert not are_equal
+    printed = "\n".join([*lines, ""])
     page = write_comparison(parent, other.root, lines, other.root.with_name("page.html")).read_text()
     assert f"<li>A: {parent}</li>" in page and 'aria-label="Reward: A training' in page
     assert "they part in iteration 4, phase 2 (train_rollout): task " in printed

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory import published
 from coordinator.directory.file_names import Record
 from coordinator.protocol.records import EpochRecord
@@ -95,7 +95,7 @@ def test_one_policy_makes_the_same_samples_in_segments_and_at_once(
             found.append({})
             for iteration in range(1, 5):
                 opened = published.read_json(cluster.run_dir.iteration_json(iteration)) or {}
-                begun = Begun.all_of(opened)
+                begun = BegunGroup.all_of(opened)
                 for slot, group in cluster.groups(iteration).items():
                     first = (iteration, slot - len(begun))
                     if slot < len(begun):

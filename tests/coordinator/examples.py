@@ -15,7 +15,7 @@ from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.engines.model_dir import CONTENT, PROBE, policy_digest
-from rollout.origin import Code, Origin, Sampling, described
+from rollout.origin import Code, Origin, Sampling, origin_document
 from rollout.storage import delta
 from rollout.storage.hashing import FileFacts, checksums
 from rollout.trajectory import Group, Sample
@@ -42,7 +42,10 @@ def origin(policy: str, policy_iteration: int = 0, **sampling: Any) -> Origin:
 def opened(iteration: int, origin: Origin, slots: int, **more: Any) -> dict[str, Any]:
     """The iteration.json of an iteration of `slots` slots, in which nothing is evaluated."""
     needed = {"tasks": list(range(slots)), "groups": slots, "replace_flat": False, "eval_slots": 0}
-    made_with = {**described(origin), "eval_sampling": described(replace(origin.sampling, temperature=0.0))}
+    made_with = {
+        **origin_document(origin),
+        "eval_sampling": origin_document(replace(origin.sampling, temperature=0.0)),
+    }
     return {"iteration": iteration, **made_with, **needed, "eval_tasks": None, **more}
 
 

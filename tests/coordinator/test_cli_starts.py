@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import FORMAT, RunDir
-from coordinator.protocol.records import Given, claim
+from coordinator.protocol.records import GivenSettings, claim
 from coordinator.settings.loading import build, flatten
 from rollout.storage import files
 from tests.coordinator.examples import record, run_dir_at, tree, write_json
@@ -139,7 +139,7 @@ def begun(place: Path) -> RunDir:
     run_dir = run_dir_at(place / "run")
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
     last = record(1, "lobby", {}, settings=build(LAST))
-    given = Given(host=socket.gethostname(), settings=LAST)
+    given = GivenSettings(host=socket.gethostname(), settings=LAST)
     assert claim(run_dir, last.model_copy(update={"given": given}))
     return run_dir
 

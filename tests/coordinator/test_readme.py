@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.phases.table import run_iteration
-from coordinator.protocol.phase import By, Phase, phases_of
+from coordinator.protocol.phase import ActsIn, Phase, phases_of
 from rollout.rewards.resolve import resolve_reward
 from rollout.tasks.task_set import load_tasks
 from tests.coordinator.test_imports import FLOORS
@@ -48,7 +48,7 @@ def test_table_phases_and_main_loop_agree() -> None:
 def test_workers_act_where_the_table_says_so() -> None:
     for (number, _name, _master, workers), phase in zip(table(), Phase, strict=True):
         waits = workers in {"wait", "read it"}
-        assert phase.by is (By.MASTER if waits else By.ALL), f"phase {number}: {workers}"
+        assert phase.by is (ActsIn.MASTER if waits else ActsIn.ALL), f"phase {number}: {workers}"
 
 
 def test_rows_of_each_rl_phase_are_those_of_the_page() -> None:

@@ -24,7 +24,7 @@ from rollout.environments.policy import Policy
 from rollout.environments.turns import sample_of
 from rollout.origin import Sampling
 from rollout.settings import EngineSettings
-from rollout.tasks.pictures import Pictures as TaskPictures
+from rollout.tasks.pictures import TaskPictures
 from rollout.trajectory import Group, Picture, Sample
 from tests.engines.engines import KINDS, Engine, serving
 from tests.models import CONTEXT
@@ -32,7 +32,7 @@ from trainer.batch.building import build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import build_learner
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import RunPictures
 from trainer.settings import TrainerSettings
 
 TOLERANCE = 1e-5
@@ -118,7 +118,7 @@ def mismatch(
         sample.reward = float(number)
     batch = build_batch([Group(0, "0", "", samples)], manifest_sha256="", policy="", temperature=1.0, seed=0)
     learner = build_learner(model, torch.device("cpu"), TrainerSettings())
-    learner.pictures = Pictures(model, seeing.images)
+    learner.pictures = RunPictures(model, seeing.images)
     worst = 0.0
     for part in plan_step(batch, range(len(batch)), [1.0], 0, 4096, Packing(several=False)):
         asked = exchanged(part) if exchange else part

@@ -13,7 +13,7 @@ from rollout.group_maker import Recipe
 from rollout.origin import Sampling
 from rollout.rewards.resolve import resolve_reward
 from rollout.settings import RolloutSettings
-from rollout.slots import Listed, Slot
+from rollout.slots import ListedSlots, Slot
 from rollout.trajectory import Group
 
 EXACT = resolve_reward("exact")
@@ -38,7 +38,7 @@ async def collect(
     """
     collector = Collector(**with_recipes(made_with))
     try:
-        return await collector.run(Listed(slots, needed), on_group, stop)
+        return await collector.run(ListedSlots(slots, needed), on_group, stop)
     finally:
         await collector.end()
 

@@ -11,7 +11,7 @@ import pytest
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import serve
-from rollout.environments.openai_proxy import Session
+from rollout.environments.openai_proxy import AgentSession
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.trajectory import Sample
@@ -66,7 +66,7 @@ def user(content: str) -> list[dict[str, str]]:
 class Agent:
     """Talks to a session with plain HTTP."""
 
-    def __init__(self, session: Session, http: aiohttp.ClientSession) -> None:
+    def __init__(self, session: AgentSession, http: aiohttp.ClientSession) -> None:
         self.session, self.http = session, http
 
     async def post(self, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from rollout.engines.bodies import BadRequest
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.engines.embedded.protocol import TokenizeBody
-from rollout.engines.embedded.text import Texts
+from rollout.engines.embedded.text import TextTokenizer
 from rollout.origin import Sampling
 
 MARKS = [
@@ -170,7 +170,7 @@ class TemplatedClient(EngineClient):
         super().__init__("http://127.0.0.1:1")
         self.tokenizer = make_tokenizer(template)
         self.tokenizer.save_pretrained(directory)
-        self.texts = Texts(directory)
+        self.texts = TextTokenizer(directory)
         self.lines = list(lines)
 
     async def generate(self, prompt: Any, sampling: Sampling) -> list[Completion]:

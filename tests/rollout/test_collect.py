@@ -18,7 +18,7 @@ from rollout.group_maker import Recipe
 from rollout.origin import Sampling
 from rollout.rewards.reward import Reward
 from rollout.settings import RolloutSettings
-from rollout.slots import Listed, Slot
+from rollout.slots import ListedSlots, Slot
 from rollout.tasks.task_set import Task, group_seed, load_tasks, task_order
 from rollout.trajectory import Group, Sample
 from tests.rollout.collecting import EXACT, FakeClient, collect, run, slots
@@ -147,7 +147,7 @@ def test_group_that_is_given_up_is_handed_over_once_however_often_the_collector_
         recipes = {"": Recipe(picky, EXACT, Sampling(n=4))}
         collector = Collector(client=FakeClient(), recipes=recipes, settings=RolloutSettings())
         for slot in slots(2):
-            await collector.run(Listed([slot]), groups.append, threading.Event())
+            await collector.run(ListedSlots([slot]), groups.append, threading.Event())
         await collector.end()
 
     asyncio.run(main())

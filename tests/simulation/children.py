@@ -99,7 +99,7 @@ class Child:
 
 def _collect(spool: Path) -> int:
     """Run the product's collector."""
-    process.asyncio.run(process.live(process.Process(spool)))
+    process.asyncio.run(process.live(process.CollectorProcess(spool)))
     return 1
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory import published
 from coordinator.directory.file_names import (
     DOCUMENT,
@@ -383,7 +383,7 @@ class Invariants:
         number, run_dir = manifest["iteration"], self._run_dir
         opened = published.read_json(run_dir.iteration_json(number)) or {}
         before = published.read_manifest(run_dir, "train", number - 1) or {}
-        begun = Begun.all_of(opened)
+        begun = BegunGroup.all_of(opened)
         if [one.file_slot for one in begun] != before.get("unfinished", []):
             self._violate(process, f"iteration {number} goes on with {begun}, and not with all of {before}")
         left = {g.slot for g in groups if UNFINISHED in {sample.finish_reason for sample in g.samples}}

@@ -119,8 +119,8 @@ class _ManyNodes(World):
         self.patches.append(self._patch)
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
-        live = main.live
-        patch.setattr(main, "live", lambda start, prefix: live(start, prefix, self._iterate))
+        live = main.run_to_exit_code
+        patch.setattr(main, "run_to_exit_code", lambda start, prefix: live(start, prefix, self._iterate))
         patch.setattr(files, "operations", self.operations)
         patch.setattr(files, "ThreadPoolExecutor", partial(_Pool, self.scheduler))
         patch.setattr(self.disk, "_latency_s", lambda: self.latency_s)

@@ -35,7 +35,7 @@ from coordinator.start.inputs import Inputs, load_inputs
 from coordinator.start.user_functions import describe
 from rollout.engines.kinds import kind
 from rollout.engines.kinds.embedded import Embedded
-from rollout.engines.kinds.kind import Server
+from rollout.engines.kinds.kind import ServerCommand
 from rollout.environment_variables import cores
 from rollout.storage import files, hashing, lines
 from tests.simulation.children import Children, Machines
@@ -133,7 +133,7 @@ def _patch_surroundings(patch: pytest.MonkeyPatch, machines: Machines) -> None:
     patch.setattr(main, "announcement", lambda *_: [])
     patch.setattr(node, "Signals", lambda _act: SimpleNamespace(begin=lambda _record: None))
     patch.setattr(node, "end_children_if_calls_hang", lambda *_: None)
-    for kind_of_node in ("Node", "Guest"):
+    for kind_of_node in ("Node", "GuestNode"):
         patch.setattr(main, kind_of_node, lambda start: cast(Any, machines.scheduler.process).become(start))
     patch.setattr(node, "name_of_run", lambda *_: "run")
     patch.setattr(node, "hold_for_process", lambda *_: SimpleNamespace(release=lambda: None))
@@ -159,7 +159,7 @@ def _patch_start(patch: pytest.MonkeyPatch, model: Path) -> None:
 _command = Embedded.command
 
 
-def _start_server_on_gpu(*args: Any) -> Server:
+def _start_server_on_gpu(*args: Any) -> ServerCommand:
     """So that it has to sleep while the trainer works."""
     return replace(_command(*args), on_gpu=True)
 

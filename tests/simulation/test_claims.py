@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.collector import claimed_slots as claimed
 from coordinator.directory import claims as claims_of_a_row
-from coordinator.directory.claims import TRIES, Claims, Shown
+from coordinator.directory.claims import TRIES, ClaimListing, Claims
 from coordinator.node import node
 from coordinator.phases import rollout_steps
 from rollout.engines.completion import Completion
@@ -76,14 +76,14 @@ def every_epochs_claims_count(patch: pytest.MonkeyPatch) -> None:
     """A chunk that was claimed before an epoch is made by nobody."""
     real = Claims.look
 
-    def look(claims: Claims) -> Shown:
+    def look(claims: Claims) -> ClaimListing:
         epoch, iteration, phase = claims._phase
         found: set[int] = set()
         for older in range(1, epoch + 1):
             claims._phase = (older, iteration, phase)
             found |= real(claims).claimed
         claims._phase = (epoch, iteration, phase)
-        return Shown(found, set(), set(), set())
+        return ClaimListing(found, set(), set(), set())
 
     patch.setattr(Claims, "look", look)
     patch.setattr(node.claims, "left_over", lambda *_: [])  # else there are none when it matters
@@ -91,7 +91,9 @@ def every_epochs_claims_count(patch: pytest.MonkeyPatch) -> None:
 
 def a_chunk_is_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Claims, "take", lambda _claims, chunks: chunks[0])
-    patch.setattr(Claims, "look", lambda claims: Shown(set(range(claims_made(claims))), set(), set(), set()))
+    patch.setattr(
+        Claims, "look", lambda claims: ClaimListing(set(range(claims_made(claims))), set(), set(), set())
+    )
 
 
 def claims_made(claims: Any) -> int:
@@ -101,12 +103,12 @@ def claims_made(claims: Any) -> int:
 
 
 def nobody_takes_the_last(patch: pytest.MonkeyPatch) -> None:
-    real = claimed.choose
+    real = claimed.choose_chunks
 
     def choose(chunks: Any, rank: int, free: Any, me: Any) -> list[int]:
         return real(chunks, rank, free, me) if len(free) > 1 else []
 
-    patch.setattr(claimed, "choose", choose)
+    patch.setattr(claimed, "choose_chunks", choose)
 
 
 @pytest.mark.parametrize("broken", [every_epochs_claims_count, a_chunk_is_everybodys, nobody_takes_the_last])

@@ -17,7 +17,7 @@ from coordinator.keeping import old_checkpoints, policy_choice
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import batch
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase
 from tests.simulation.faults import ACTIONS, Fault, faults
 from tests.simulation.test_simulation import NODES, SEGMENTS, run, searching, undisturbed
@@ -91,9 +91,11 @@ def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
-    real = old_checkpoints.kept
+    real = old_checkpoints.checkpoints_to_keep
     patch.setattr(
-        old_checkpoints, "kept", lambda there, score, to_keep, least: real(there, score, to_keep, least - 1)
+        old_checkpoints,
+        "checkpoints_to_keep",
+        lambda there, score, to_keep, least: real(there, score, to_keep, least - 1),
     )
 
 
@@ -127,7 +129,7 @@ def test_crew_that_fails_ends_the_other_with_its_words(world: World) -> None:
     world.allowed = {Exit.FAILED}
 
     def broken(*_: Any, **__: Any) -> None:
-        raise Ended(Exit.FAILED, "this cannot be trained", "failed")
+        raise NodeEnded(Exit.FAILED, "this cannot be trained", "failed")
 
     world.patches.append(lambda patch: patch.setattr(batch, "ensure_batch", broken))
     world.run(lambda: _end_when_all_have(world))

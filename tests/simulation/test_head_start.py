@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.collector.order import Order
-from coordinator.collector.process import Process
+from coordinator.collector.process import CollectorProcess
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import collecting, head_start, training
@@ -44,21 +44,21 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
 
     def patch(patched: pytest.MonkeyPatch) -> None:
         slowly(patched)
-        real, begin = collecting.collect_share, Process._begin
+        real, begin = collecting.collect_share, CollectorProcess._begin
 
         def collect(node: Node, iteration: Iteration, share: Share) -> Any:
             if share.kind == "train":
                 kept[iteration.number] += len(share.kept(node.rank))
             return real(node, iteration, share)
 
-        async def begun(collector: Process, order: Order) -> Any:
+        async def begun(collector: CollectorProcess, order: Order) -> Any:
             result = await begin(collector, order)
             assert collector._making is not None
             finished[order.iteration] += len(collector._making.collector._finished.held)
             return result
 
         patched.setattr("coordinator.phases.rollout.collect_share", collect)
-        patched.setattr(Process, "_begin", begun)
+        patched.setattr(CollectorProcess, "_begin", begun)
 
     return patch
 

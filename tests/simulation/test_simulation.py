@@ -268,12 +268,12 @@ def the_newest_policy_samples(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_checkpoint_too_many_goes(patch: pytest.MonkeyPatch) -> None:
-    real = old_checkpoints.kept
+    real = old_checkpoints.checkpoints_to_keep
 
     def kept(there: Sequence[int], score: Any, settings: Any, at_least: int) -> set[int]:
         return real(there, score, settings, at_least - 1)
 
-    patch.setattr(old_checkpoints, "kept", kept)
+    patch.setattr(old_checkpoints, "checkpoints_to_keep", kept)
 
 
 def what_was_begun_is_forgotten(patch: pytest.MonkeyPatch) -> None:

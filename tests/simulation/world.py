@@ -17,14 +17,14 @@ from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import guest_loop, table
-from coordinator.phases.guest_node import Guest
+from coordinator.phases.guest_node import GuestNode
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement
 from coordinator.settings.placement import Crew
 from coordinator.start.request import StartRequest
-from coordinator.start.start import Start
+from coordinator.start.start import NodeStart
 from tests.simulation import patches
 from tests.simulation.children import Machines
 from tests.simulation.disk import Disk
@@ -75,9 +75,9 @@ class NodeProcess(Process):
     def incarnation(self) -> int:
         return self.node.watch.incarnation if self.node is not None else 0
 
-    def become(self, start: Start) -> Node:
+    def become(self, start: NodeStart) -> Node:
         """In place of `Node`: makes the node of this process."""
-        self.node = Guest(start) if start.rank >= GUESTS else Node(start)
+        self.node = GuestNode(start) if start.rank >= GUESTS else Node(start)
         return self.node
 
     def follow(self, where: Callable[[], str], doing: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rollout.trajectory import Group, Sample
 from trainer.algorithms import PRESETS
-from trainer.batch.selection import Trained, batch_advantages, lessons
+from trainer.batch.selection import SelectedSample, batch_advantages, lessons
 from trainer.settings import TrainerSettings
 from trainer.update.loss import Totals, policy_loss
 
@@ -273,11 +273,11 @@ def sample(slot: int, j: int, reward: float) -> Sample:
     )
 
 
-def selected(settings: TrainerSettings) -> list[Trained]:
+def selected(settings: TrainerSettings) -> list[SelectedSample]:
     return [one for lesson in lessons(groups(), settings, MAX_TOKENS, weights=WEIGHTS) for one in lesson]
 
 
-def key_of(one: Trained) -> tuple[int, int]:
+def key_of(one: SelectedSample) -> tuple[int, int]:
     return one.slot, int(one.sample.token_ids[1])
 
 

@@ -13,13 +13,20 @@ from numpy.typing import NDArray
 
 from rollout.trajectory import Group, Sample
 from trainer.batch.batch import Batch, Counts
-from trainer.batch.selection import Lesson, draw, lessons, over_batch, policy_iterations, shuffled
+from trainer.batch.selection import (
+    Lesson,
+    draw_lessons,
+    lessons,
+    over_whole_batch,
+    policy_iterations,
+    shuffled,
+)
 from trainer.settings import TrainerSettings
 
 _DEFAULTS = TrainerSettings()
 
 
-class Older(NamedTuple):
+class ReplayedGroups(NamedTuple):
     """The groups of an older iteration in the replay window, and how they were sampled."""
 
     groups: Sequence[Group]
@@ -45,7 +52,7 @@ def build_batch(
     max_tokens: int | None = None,
     iteration: int = 1,
     policy_iteration: int = 0,
-    older: Sequence[Older] = (),
+    older: Sequence[ReplayedGroups] = (),
     reward_weights: Mapping[str, float] | None = None,
     task_sources: Mapping[int, str] = MappingProxyType({}),
 ) -> Batch:
@@ -63,7 +70,7 @@ def build_batch(
     Raises ValueError as selection.lessons, and if samples without logprobs (demonstrations) are to be trained
     by another loss than their likelihood.
     """
-    newest = Older(groups, temperature, max_tokens, policy_iteration, reward_weights, task_sources)
+    newest = ReplayedGroups(groups, temperature, max_tokens, policy_iteration, reward_weights, task_sources)
     sampled = [*older, newest]
     limit = settings.max_off_policy_steps
     oldest = None if limit is None else iteration - 1 - limit
@@ -74,11 +81,11 @@ def build_batch(
         for each in sampled
     ]
     if older:
-        window = draw(window, len(window[-1]), settings.replay_power, seed)
+        window = draw_lessons(window, len(window[-1]), settings.replay_power, seed)
     drawn = [
         (lesson, each) for each, of_iteration in zip(sampled, window, strict=True) for lesson in of_iteration
     ]
-    trained, advantages = over_batch([item for lesson, _ in drawn for item in lesson], settings)
+    trained, advantages = over_whole_batch([item for lesson, _ in drawn for item in lesson], settings)
     origins = [(number, each) for number, (lesson, each) in enumerate(drawn) for _ in lesson]
     scored = list(zip(trained, advantages, origins, strict=True))
     if settings.advantage == "pair":
@@ -182,7 +189,7 @@ def _counts(groups: Sequence[Group], used: Sequence[Sequence[Lesson]]) -> Counts
     )
 
 
-def _ages(sample: Sample, sampled: Older, iteration: int) -> NDArray[np.int32]:
+def _ages(sample: Sample, sampled: ReplayedGroups, iteration: int) -> NDArray[np.int32]:
     """(T,), as Batch.ages."""
     return (iteration - 1 - policy_iterations(sample, sampled.policy_iteration)) * sample.loss_mask
 

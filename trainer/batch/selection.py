@@ -35,7 +35,7 @@ PAIR = 2
 _T = TypeVar("_T")
 
 
-class Trained(NamedTuple):
+class SelectedSample(NamedTuple):
     """One sample of a batch."""
 
     slot: int
@@ -52,7 +52,7 @@ class Trained(NamedTuple):
     """The source of its task, if trainer.sources has it."""
 
 
-Lesson = list[Trained]
+Lesson = list[SelectedSample]
 
 
 def policy_iterations(sample: Sample, policy_iteration: int) -> NDArray[np.int32]:
@@ -120,7 +120,7 @@ def _lesson(
         return []
     # What is whitened has an advantage, and a KL term or an entropy bonus teaches without one.
     has_gradient = not is_flat or settings.advantage == "whitened" or settings.teaches_flat_groups
-    lesson: list[Trained] = []
+    lesson: list[SelectedSample] = []
     for number, ((whole, reward), advantage) in enumerate(zip(scored, advantages.tolist(), strict=True)):
         sample = whole if oldest is None else _since(whole, oldest)
         trained = _is_trained(sample, reward, settings)
@@ -128,7 +128,9 @@ def _lesson(
             tokens = int(sample.loss_mask.sum()) if trained else 0
             of_its = of_tokens[number] if of_tokens else None
             lesson.append(
-                Trained(group.slot, sample, reward, advantage, tokens, trained and has_gradient, of_its)
+                SelectedSample(
+                    group.slot, sample, reward, advantage, tokens, trained and has_gradient, of_its
+                )
             )
     if settings.advantage == "pair":
         pair = [item for item in lesson if item.advantage]
@@ -202,7 +204,9 @@ def _overlong_penalty(sample: Sample, settings: TrainerSettings, max_tokens: int
     return min(1.0, max(0.0, (generated - (max_tokens - buffer)) / buffer))
 
 
-def over_batch(trained: Sequence[Trained], settings: TrainerSettings) -> tuple[list[Trained], list[float]]:
+def over_whole_batch(
+    trained: Sequence[SelectedSample], settings: TrainerSettings
+) -> tuple[list[SelectedSample], list[float]]:
     """Return a whole batch and its advantages, after the steps that need more than one group: of each source
     by itself, times its weight.
     """
@@ -213,14 +217,14 @@ def over_batch(trained: Sequence[Trained], settings: TrainerSettings) -> tuple[l
     for source in {item.source for item in trained}:
         places = [place for place, item in enumerate(trained) if item.source == source]
         weight = settings.sources[source].weight if source else 1.0
-        alone = over_batch([trained[place] for place in places], settings.of_source(source))
+        alone = over_whole_batch([trained[place] for place in places], settings.of_source(source))
         for place, item, advantage in zip(places, *alone, strict=True):
             of_tokens = None if item.of_tokens is None else weight * item.of_tokens
             finished[place], advantages[place] = item._replace(of_tokens=of_tokens), weight * advantage
     return finished, advantages
 
 
-def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> list[float]:
+def batch_advantages(trained: Sequence[SelectedSample], settings: TrainerSettings) -> list[float]:
     """Return the advantages of a whole batch, after the step that needs more than one group."""
     advantages = [item.advantage for item in trained]
     if settings.advantage == "decoupled":
@@ -230,7 +234,9 @@ def batch_advantages(trained: Sequence[Trained], settings: TrainerSettings) -> l
     return whiten(advantages, [item.tokens for item in trained]).tolist()
 
 
-def with_whitened_tokens(trained: Sequence[Trained], settings: TrainerSettings) -> list[Trained]:
+def with_whitened_tokens(
+    trained: Sequence[SelectedSample], settings: TrainerSettings
+) -> list[SelectedSample]:
     """Return a whole batch with the advantages of tokens (credit=turn) whitened, where they are to be."""
     of_tokens = [item.of_tokens for item in trained if item.of_tokens is not None]
     if not of_tokens or not _whitens(settings):
@@ -246,7 +252,9 @@ def _whitens(settings: TrainerSettings) -> bool:
     return settings.advantage == "whitened" and (settings.kl == "off" or settings.kl_in == "loss")
 
 
-def draw(window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int) -> list[list[Lesson]]:
+def draw_lessons(
+    window: Sequence[Sequence[Lesson]], count: int, power: float, seed: int
+) -> list[list[Lesson]]:
     """Draw `count` lessons from a window of iterations, oldest first, without replacement.
 
     A lesson has the weight (p + 1)^power, where p is the position of its iteration. The result has the shape

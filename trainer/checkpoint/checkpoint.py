@@ -38,7 +38,7 @@ from trainer.checkpoint.outputs import Outputs, finish_copy
 from trainer.checkpoint.probe import probe_document
 from trainer.checkpoint.rank_files import gather_json, local_rank_and_world, rank_and_world
 from trainer.checkpoint.restore import read_document, restore
-from trainer.checkpoint.retrain import Beginning, train_again
+from trainer.checkpoint.retrain import StateBefore, train_again
 from trainer.checkpoint.state import CheckpointError, StateSaver
 from trainer.documents import (
     PROOF,
@@ -95,7 +95,7 @@ def load(
     if resume.from_start:
         assert repeat is not None and model_dir is not None, "batches to repeat need both"
         go_back = partial(_start_again, learner, model_dir, settings)
-        begin = Beginning(go_back, f"{model_dir}", "trained.json beside their batches")
+        begin = StateBefore(go_back, f"{model_dir}", "trained.json beside their batches")
         train_again(learner, begin, resume.repeat, repeat, dtype)
         return learner
     names = files.listing(base_dir)
@@ -115,7 +115,7 @@ def load(
     go_back = partial(restore, learner, state_dir, document, progress)
     if resume.repeat:
         assert repeat is not None, "batches to repeat need it"
-        begin = Beginning(go_back, f"{state_dir}", f"{state_dir}")
+        begin = StateBefore(go_back, f"{state_dir}", f"{state_dir}")
         train_again(learner, begin, resume.repeat, repeat, dtype)
     else:
         go_back()

@@ -88,7 +88,7 @@ def write_weights(
 
 
 def _write_frozen(
-    learner: Learner, outputs: Outputs, dtype: torch.dtype, parts: "_Parts", base_dir: Path
+    learner: Learner, outputs: Outputs, dtype: torch.dtype, parts: "_WriterShares", base_dir: Path
 ) -> dict[str, int]:
     """Write or link the file of what no step changes, and return the sums of its tensors. Collective the
     first time.
@@ -122,7 +122,7 @@ def holds_frozen(learner: Learner, path: Path, dtype: torch.dtype) -> bool:
     return read_tensors(path) == frozen
 
 
-class _Parts(NamedTuple):
+class _WriterShares(NamedTuple):
     """Which rank writes what: the same in each iteration."""
 
     blocks: dict[str, list[str]]
@@ -138,7 +138,7 @@ class _Parts(NamedTuple):
     bytes: int
 
 
-def _parts(learner: Learner, dtype: torch.dtype) -> _Parts:
+def _parts(learner: Learner, dtype: torch.dtype) -> _WriterShares:
     """Return who writes what; worked out once for a learner."""
     parts = learner.saved_as.get(dtype)
     if parts is None:
@@ -150,7 +150,7 @@ def _parts(learner: Learner, dtype: torch.dtype) -> _Parts:
         every = {block: sum(tensor.nbytes for tensor in shapes.values()) for block, shapes in saved.items()}
         sizes = {block: size for block, size in every.items() if block not in frozen}
         ranks = 1 if sum(sizes.values()) < WHOLE_BYTES else min(rank_and_world()[1], len(sizes))
-        parts = _Parts(blocks, saved, frozen, spread(sizes, ranks), ranks, sum(every.values()))
+        parts = _WriterShares(blocks, saved, frozen, spread(sizes, ranks), ranks, sum(every.values()))
         learner.saved_as[dtype] = parts
     return parts
 
@@ -290,7 +290,7 @@ def _whole(
     return kept
 
 
-def _file_name(rank: int, parts: _Parts) -> str:
+def _file_name(rank: int, parts: _WriterShares) -> str:
     if parts.ranks == 1 and not parts.frozen:  # transformers takes a file of this name alone
         return "model.safetensors"
     return f"model-{rank + 1:05d}-of-{parts.ranks:05d}.safetensors"

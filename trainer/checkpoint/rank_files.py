@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from rollout.storage.writer import Produce, Sink
+from rollout.storage.writer import FileSink, Produce
 from trainer.peers import waiting_for_peers
 
 ROOM_BYTES = 4096
@@ -72,7 +72,7 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> P
     meanwhile.
     """
 
-    def produce(sink: Sink) -> None:
+    def produce(sink: FileSink) -> None:
         for piece in tensor_pieces(tensors, metadata):
             sink.write(piece)
 

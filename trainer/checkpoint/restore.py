@@ -92,7 +92,7 @@ def _verify(directory: Path, document: SavedState, progress: Progress) -> None:
             )
 
 
-class Saved(NamedTuple):
+class SavedPiece(NamedTuple):
     """A part of a tensor in a file."""
 
     path: Path
@@ -109,16 +109,16 @@ class Saved(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
 
 
-def _saved(directory: Path, document: SavedState) -> dict[str, list[Saved]]:
+def _saved(directory: Path, document: SavedState) -> dict[str, list[SavedPiece]]:
     """Return the parts of each tensor, from the headers of all files."""
-    saved: dict[str, list[Saved]] = {}
+    saved: dict[str, list[SavedPiece]] = {}
     for path in (directory / name for name in document.files):
         begin = 8 + int.from_bytes(_bytes(path, 0, 8), "little")
         header = json.loads(_bytes(path, 8, begin))
         offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
         for name, entry in header.items():
             at, place = tuple(offsets[name][SAVED_OFFSETS_KEY]), begin + entry["data_offsets"][0]
-            part = Saved(path, place, DTYPE_MAP[entry["dtype"]], tuple(entry["shape"]), at)
+            part = SavedPiece(path, place, DTYPE_MAP[entry["dtype"]], tuple(entry["shape"]), at)
             saved.setdefault(name, []).append(part)
     return saved
 
@@ -173,7 +173,7 @@ def _read(tensors: dict[str, Tensor], directory: Path, document: SavedState, vis
             )
 
 
-def _fill(target: Tensor, offsets: tuple[int, ...], part: Saved) -> int:
+def _fill(target: Tensor, offsets: tuple[int, ...], part: SavedPiece) -> int:
     """Read the rows of `part` that overlap `target`, and put the overlap into it; returns its size.
 
     `offsets`: where `target` begins in the whole tensor.

@@ -20,7 +20,7 @@ TOLERANCE = 0.1
 logger = logging.getLogger(__name__)
 
 
-class Beginning(NamedTuple):
+class StateBefore(NamedTuple):
     """The state from which training is repeated."""
 
     go_back: Callable[[], None]
@@ -32,7 +32,7 @@ class Beginning(NamedTuple):
 
 def train_again(
     learner: Learner,
-    begin: Beginning,
+    begin: StateBefore,
     batches: Sequence[TrainedBatch],
     repeat: Callable[[Learner, TrainedBatch], object],
     dtype: torch.dtype,

@@ -54,7 +54,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint or trainer state is not what was asked for, is damaged, or could not be written."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a tensor that this rank writes."""
 
     offsets: tuple[int, ...]
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
     """On the CPU."""
 
 
-def pieces(learner: Learner) -> dict[str, Piece]:
+def pieces(learner: Learner) -> dict[str, TensorPiece]:
     """Return the pieces of the learner's state that this rank writes: its shards, and its share of whole
     tensors.
 
@@ -78,7 +78,7 @@ def pieces(learner: Learner) -> dict[str, Piece]:
         if isinstance(tensor, DTensor):
             piece = _shard(tensor, rank % learner.layout.tensor_parallel_size)
         else:
-            piece = Piece((0,) * tensor.ndim, tensor.to("cpu")) if owner[name] == rank else None
+            piece = TensorPiece((0,) * tensor.ndim, tensor.to("cpu")) if owner[name] == rank else None
         if piece is not None:
             written[name] = piece
     return written
@@ -116,7 +116,7 @@ def moment_names(learner: Learner) -> dict[Tensor, tuple[str, ...]]:
     }
 
 
-def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
+def _shard(tensor: DTensor, tensor_rank: int) -> TensorPiece | None:
     """This rank's part; None if it is empty, or if another rank writes the same.
 
     `tensor_rank`: this rank's place among the ranks that share each layer. They hold copies of every tensor
@@ -128,10 +128,10 @@ def _shard(tensor: DTensor, tensor_rank: int) -> Piece | None:
     if tensor_rank and not split_there:
         return None
     [chunk] = tensor.__create_chunk_list__()
-    return Piece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
+    return TensorPiece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
 
 
-def write_pieces(held: dict[str, Piece], writer: Writer, below: str = "") -> None:
+def write_pieces(held: dict[str, TensorPiece], writer: Writer, below: str = "") -> None:
     """Write this rank's pieces to its files, whose names begin with `below`; none if there is nothing."""
     rank, world = rank_and_world()
     sizes = {name: piece.values.nbytes for name, piece in held.items()}
@@ -183,7 +183,7 @@ class StateSaver:
                 "trainer.collective_timeout_s"
             ) from error
 
-    def _save(self, held: dict[str, Piece], directory: Path, document: SavedState) -> None:
+    def _save(self, held: dict[str, TensorPiece], directory: Path, document: SavedState) -> None:
         mine: dict[str, FileFacts] | str
         try:
             with Writer(directory) as writer:

@@ -19,7 +19,7 @@ SHOWN = 10
 """So many operators are named."""
 
 
-class Profiled(AbstractContextManager[None]):
+class StepProfiler(AbstractContextManager[None]):
     """Profiles what is done in it, on the CPU and on the GPU if there is one.
 
     Publishes PLACE.json.gz, a Chrome trace (chrome://tracing, ui.perfetto.dev), and then PLACE.txt: the

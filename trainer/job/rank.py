@@ -25,11 +25,11 @@ from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainedBatch, TrainRequest
 from trainer.job import launch
 from trainer.job.doorbell import Doorbell
-from trainer.job.profile import Profiled
+from trainer.job.profile import StepProfiler
 from trainer.model.learner import Learner, learning_rate
 from trainer.model.lora import LoraError
 from trainer.model.parallel import LayoutError
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import RunPictures
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.update.step import train
@@ -50,7 +50,7 @@ COME_AGAIN = (LayoutError, LoraError, ImportError)
 logger = logging.getLogger(__name__)
 
 
-class RequestRefused(ValueError):
+class TrainingRequestRefused(ValueError):
     """The request does not fit this job, or its ranks were asked for different things."""
 
 
@@ -147,7 +147,7 @@ class TrainerRank:
         settings = request.settings
         progress.expect(2)  # the policy and the checkpoint
         if len(request.rank_weights) != self.world_size:
-            raise RequestRefused(
+            raise TrainingRequestRefused(
                 f"the request has {len(request.rank_weights)} rank weights for {self.world_size} ranks"
             )
         self._agree(request)
@@ -155,7 +155,7 @@ class TrainerRank:
         learner = self._learner(request, progress)
         progress.advance()
         torch.manual_seed(request.seed)
-        first_step = Profiled(Path(request.profile)) if request.profile and takes_profile else None
+        first_step = StepProfiler(Path(request.profile)) if request.profile and takes_profile else None
         stats = self._train(learner, batch, request, progress, first_step=first_step)
         if first_step is not None and not stats:
             first_step.give_up(f"iteration {request.iteration} took no step: no group had an advantage")
@@ -192,12 +192,12 @@ class TrainerRank:
         request: TrainRequest,
         progress: Progress,
         silent: bool = False,
-        first_step: Profiled | None = None,
+        first_step: StepProfiler | None = None,
     ) -> list[StepStats]:
         if request.settings.needs_reference:
             learner.load_reference(Path(request.model_dir), request.settings)
         if batch.pictures and learner.pictures is None and request.images_dir is not None:
-            pictures = Pictures(Path(request.model_dir), Path(request.images_dir))
+            pictures = RunPictures(Path(request.model_dir), Path(request.images_dir))
             learner.see(pictures, request.settings.share_prompts)
         return train(
             learner,
@@ -212,14 +212,16 @@ class TrainerRank:
         )
 
     def _agree(self, request: TrainRequest) -> None:
-        """Raise RequestRefused on all ranks unless all were asked for the same phase; mounts may differ."""
+        """Raise TrainingRequestRefused on all ranks unless all have the same phase; mounts may differ."""
         shared = request.model_dump_json(exclude=OF_A_NODE)
         number = int.from_bytes(hashlib.sha256(shared.encode()).digest()[:7], "big")
         bounds = torch.tensor([number, -number], dtype=torch.int64)
         with waiting_for_peers("agreeing on the request"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds[0] != -bounds[1]:
-            raise RequestRefused(f"iteration {request.iteration}: the ranks were asked for different phases")
+            raise TrainingRequestRefused(
+                f"iteration {request.iteration}: the ranks were asked for different phases"
+            )
 
     def _learner(self, request: TrainRequest, progress: Progress) -> Learner:
         """Return the policy to start from: the present one if it is the base, else the base is loaded."""

@@ -16,7 +16,7 @@ from rollout.trajectory import Picture
 from trainer.batch.batch import Batch, Counts
 from trainer.batch.packing import Bundle, Microbatch, Packing, fill
 from trainer.model.attention import Kernel, brief
-from trainer.model.packed_sequences import Apart
+from trainer.model.packed_sequences import SequenceSeparation
 from trainer.model.pictures import EXAMPLE
 from trainer.model.token_logprobs import UnsupportedModel
 
@@ -43,7 +43,7 @@ nothing can be told from trying, and a row holds one sequence."""
 class Arrangement:
     """How a model's sequences are laid into rows, what it is told about them, and what computes attention."""
 
-    apart: Apart = Apart.POSITIONS
+    apart: SequenceSeparation = SequenceSeparation.POSITIONS
     packing: Packing = field(default_factory=Packing)
     kernels: Mapping[Kernel, str] = field(default_factory=dict)
     """The kernels that were tried beside the model's own, and why one is not used; "" if it is."""
@@ -73,7 +73,7 @@ class Arrangement:
         )
 
 
-Score = Callable[[Microbatch, Apart, Kernel], Tensor]
+Score = Callable[[Microbatch, SequenceSeparation, Kernel], Tensor]
 """The logprobs of a microbatch's trained tokens (N,)."""
 
 
@@ -109,16 +109,28 @@ def find_arrangement(
     packed = fill(batch, [[first, second], [second]])
     plain = Kernel.OWN
     with short_windows([config, *layers], WINDOW):
-        alone = [score(fill(batch, [[sequence]]), Apart.POSITIONS, plain) for sequence in (first, second)]
+        alone = [
+            score(fill(batch, [[sequence]]), SequenceSeparation.POSITIONS, plain)
+            for sequence in (first, second)
+        ]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
-        seen = score(one_row, Apart.POSITIONS, plain)
-        trial = _Trial(score, [*alone, alone[1]], seen, exact, words)
+        seen = score(one_row, SequenceSeparation.POSITIONS, plain)
+        trial = _PackingTrial(score, [*alone, alone[1]], seen, exact, words)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         is_told = agree(is_telling)
-        pictures = [Apart.PICTURES] if picture else []
-        ways = [Apart.POSITIONS, Apart.MASKS, *pictures, *[Apart.KERNELS] * kernels] if is_told else []
+        pictures = [SequenceSeparation.PICTURES] if picture else []
+        ways = (
+            [
+                SequenceSeparation.POSITIONS,
+                SequenceSeparation.MASKS,
+                *pictures,
+                *[SequenceSeparation.KERNELS] * kernels,
+            ]
+            if is_told
+            else []
+        )
         apart = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
-        shared, masks = fill(batch, [[both]]), apart if apart in pictures else Apart.MASKS
+        shared, masks = fill(batch, [[both]]), apart if apart in pictures else SequenceSeparation.MASKS
         shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, masks))
         reasons: dict[Kernel, str] = {}
         for kernel in attention:
@@ -143,7 +155,7 @@ def find_arrangement(
                 "them; train a causal decoder"
             )
     packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
-    return Arrangement(apart or Apart.POSITIONS, packing, reasons, is_told)
+    return Arrangement(apart or SequenceSeparation.POSITIONS, packing, reasons, is_told)
 
 
 def allowed_error(effect: float, exact: bool) -> float:
@@ -162,7 +174,7 @@ def trial_rows(vocabulary: int, arrangement: Arrangement) -> list[Microbatch]:
     ]
 
 
-class _Trial:
+class _PackingTrial:
     """Compares the scores of packed sequences with those on their own."""
 
     def __init__(self, score: Score, alone: list[Tensor], seen: Tensor, exact: bool, words: slice) -> None:
@@ -176,7 +188,7 @@ class _Trial:
         self._error = allowed_error(effect, exact)
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
-    def mistake(self, packed: Microbatch, apart: Apart, kernel: Kernel = Kernel.OWN) -> str:
+    def mistake(self, packed: Microbatch, apart: SequenceSeparation, kernel: Kernel = Kernel.OWN) -> str:
         """Return the mistake in words; empty if the sequences score as they do alone, and alike whatever the
         words of the first are.
         """
@@ -202,7 +214,9 @@ class _Trial:
         words[:, middle:] = words[:, middle:][:, ::-1]
         first_half = torch.from_numpy(microbatch.scored_at % columns < middle)
         scores = [
-            self._score(replace(microbatch, token_ids=token_ids), Apart.POSITIONS, Kernel.OWN)[first_half]
+            self._score(replace(microbatch, token_ids=token_ids), SequenceSeparation.POSITIONS, Kernel.OWN)[
+                first_half
+            ]
             for token_ids in (microbatch.token_ids, words)
         ]
         return float((scores[0] - scores[1]).abs().max()) < self._leak

@@ -44,7 +44,7 @@ class Kernel(Enum):
         return f"flagpost_{self.value}"
 
 
-class Refused(ValueError):
+class KernelRefused(ValueError):
     """The model's attention needs what the kernel lacks."""
 
 
@@ -86,7 +86,9 @@ def candidates(model: Any, device: torch.device) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel is not Kernel.FLEX or model._supports_flex_attn]
 
 
-def choose(device: str, works: Collection[Kernel], *, shared: bool, several: bool, columns: int) -> Kernel:
+def choose_kernel(
+    device: str, works: Collection[Kernel], *, shared: bool, several: bool, columns: int
+) -> Kernel:
     """Return the kernel for a microbatch's attention.
 
     `device`: its type. `works`: the kernels that compute this model's attention. `shared`: prompts are
@@ -163,7 +165,7 @@ def _largest_error(
 
 def brief(error: Exception) -> str:
     """Return an error in one short line."""
-    name = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+    name = "" if isinstance(error, KernelRefused) else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split())[:SAID]
 
 
@@ -198,7 +200,7 @@ def split_attn(
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **more: Any) -> Tensor:
     reason = refusal(query.dtype, query.shape[-1], value.shape[-1])
     if reason:
-        raise Refused(reason)
+        raise KernelRefused(reason)
     return varlen_attn(query, key, value, *bounds, **more)  # pyright: ignore[reportReturnType]
 
 
@@ -227,11 +229,11 @@ def _by_bounds(compute: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, No
         """
         for name, feature in LACKING.items():
             if more.get(name) is not None:
-                raise Refused(f"it has no {feature}")
+                raise KernelRefused(f"it has no {feature}")
         if cu_seq_lens_q is None or attention_mask is not None:
-            raise Refused("bounds of the sequences do not reach the attention, or a mask does")
+            raise KernelRefused("bounds of the sequences do not reach the attention, or a mask does")
         if dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            raise Refused("it is causal and has no dropout")
+            raise KernelRefused("it is causal and has no dropout")
         rows, heads, columns, _ = query.shape
         tensors = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         out = compute(

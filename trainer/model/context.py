@@ -26,7 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.batch.packing import Microbatch
-from trainer.model.attention import Kernel, Refused
+from trainer.model.attention import Kernel, KernelRefused
 from trainer.model.parallel import Layout
 from trainer.peers import waiting_for_peers
 
@@ -80,10 +80,10 @@ def joined(scores: tuple[Tensor, Tensor], mine: Tensor, tokens: int, layout: Lay
     """Return the scores (N,) of all `tokens`, from each rank's own, (n,) each at `mine` (n,). The gradient of
     a rank's scores is that of its own loss, which is the whole loss.
     """
-    return _Joined.apply(layout.context_group, mine, tokens, *scores)  # pyright: ignore[reportReturnType]
+    return _GatherScores.apply(layout.context_group, mine, tokens, *scores)  # pyright: ignore[reportReturnType]
 
 
-class _Joined(torch.autograd.Function):
+class _GatherScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, mine: Tensor, tokens: int, *scores: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(mine)
@@ -109,7 +109,7 @@ def _attend(
     """
     ranks, key_heads = layout.context_parallel, key.shape[1]
     if query.shape[1] % ranks:
-        raise Refused(f"a layer has {query.shape[1]} attention heads, which {ranks} does not divide")
+        raise KernelRefused(f"a layer has {query.shape[1]} attention heads, which {ranks} does not divide")
     compute = (
         ALL_ATTENTION_FUNCTIONS.get(name) or sys.modules[type(module).__module__].eager_attention_forward
     )
@@ -119,12 +119,12 @@ def _attend(
         groups = query.shape[1] // key.shape[1]
         causal = getattr(module, "is_causal", True)
         module = SimpleNamespace(training=False, is_causal=causal, num_key_value_groups=groups)
-    of_heads = _Traded.apply(layout.context_group, ranks, query, key, value)
+    of_heads = _AllToAll.apply(layout.context_group, ranks, query, key, value)
     out, *_ = compute(module, *of_heads, mask, **more)
-    return _Traded.apply(layout.context_group, ranks, out)[0], None  # pyright: ignore[reportOptionalSubscript]
+    return _AllToAll.apply(layout.context_group, ranks, out)[0], None  # pyright: ignore[reportOptionalSubscript]
 
 
-class _Traded(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Each rank's part of dimension 1, joined over the ranks along dimension 2: of (rows, heads, columns,
     size) and of (rows, columns, heads, size) alike."""
 

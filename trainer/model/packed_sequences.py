@@ -24,7 +24,7 @@ from trainer.batch.packing import Microbatch
 from trainer.model.attention import Kernel
 
 
-class Apart(Enum):
+class SequenceSeparation(Enum):
     """What a model gets to keep the sequences of a row apart, the cheapest first."""
 
     POSITIONS = "positions"
@@ -43,7 +43,7 @@ UNMASKED = ("linear_attention", "conv")
 
 def decoder_inputs(
     microbatch: Microbatch,
-    apart: Apart,
+    apart: SequenceSeparation,
     kernel: Kernel,
     config: Any,
     device: torch.device,
@@ -52,19 +52,19 @@ def decoder_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of a transformers decoder for the microbatch's tokens, on `device`.
 
-    With bounds, of Apart.KERNELS or of the attention's `kernel`, the rows become one long row, because the
-    kernels of recurrent layers take bounds within a single row. `config` must name the kernel's attention.
-    `divided`: the model will see some of the columns, and can make no mask of them itself. `is_picture` (R,
-    C): where features of pictures are.
+    With bounds, of SequenceSeparation.KERNELS or of the attention's `kernel`, the rows become one long row,
+    because the kernels of recurrent layers take bounds within a single row. `config` must name the kernel's
+    attention. `divided`: the model will see some of the columns, and can make no mask of them itself.
+    `is_picture` (R, C): where features of pictures are.
     """
     positions = microbatch.position_ids
     is_packed = microbatch.is_packed
     needs_mask = microbatch.segments is not None or (
-        (divided or (is_packed and apart is not Apart.POSITIONS)) and not kernel.takes_bounds
+        (divided or (is_packed and apart is not SequenceSeparation.POSITIONS)) and not kernel.takes_bounds
     )
     token_ids, segments = microbatch.token_ids, microbatch.segments
     inputs: dict[str, Any] = {}
-    if kernel.takes_bounds or (is_packed and apart is Apart.KERNELS and segments is None):
+    if kernel.takes_bounds or (is_packed and apart is SequenceSeparation.KERNELS and segments is None):
         token_ids, positions = token_ids.reshape(1, -1), positions.reshape(1, -1)
         inputs = _bounds(positions, device)
     inputs["input_ids"] = torch.from_numpy(token_ids).to(device)
@@ -73,7 +73,7 @@ def decoder_inputs(
         if segments is None:
             numbers = np.cumsum(positions == 0, axis=1)
             segments = np.stack([numbers, numbers])
-        whole = is_picture if apart is Apart.PICTURES else None
+        whole = is_picture if apart is SequenceSeparation.PICTURES else None
         inputs["attention_mask"] = attention_masks(
             torch.from_numpy(segments).to(device), inputs["position_ids"], config, whole
         )

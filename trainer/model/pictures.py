@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout.engines.embedded.picture_input import PictureReader, Placed, Shown
+from rollout.engines.embedded.picture_input import PictureReader, PlacedPictures, ShownPicture
 from rollout.pictures import digest_of
 from rollout.storage import files
 from trainer.batch.packing import Microbatch
@@ -19,7 +19,7 @@ class PictureFault(ValueError):
     """A picture of the batch is missing or altered, or is not what its samples were made with."""
 
 
-class Pictures:
+class RunPictures:
     """The directory of a run's pictures, and the processor that reads them."""
 
     def __init__(self, model_dir: Path, images_dir: Path) -> None:
@@ -28,18 +28,18 @@ class Pictures:
         self.example = self._reader.example
         """A picture that batches call EXAMPLE, to try the model with."""
 
-    def placed(self, microbatch: Microbatch) -> Placed:
+    def placed(self, microbatch: Microbatch) -> PlacedPictures:
         """Return the pictures of a microbatch. Raises PictureFault."""
         shown = [
             (self._shown(digest, microbatch.token_ids.reshape(-1)[begin : begin + count].tolist()), begin)
             for digest, begin, count in sorted(microbatch.pictures or (), key=itemgetter(1))
         ]
         if not shown:
-            return Placed((), blank=self.example)
+            return PlacedPictures((), blank=self.example)
         segments = None if microbatch.segments is None else torch.from_numpy(microbatch.segments)
-        return Placed(shown, segments, torch.from_numpy(_answers(microbatch)))
+        return PlacedPictures(shown, segments, torch.from_numpy(_answers(microbatch)))
 
-    def _shown(self, digest: str, token_ids: list[int]) -> Shown:
+    def _shown(self, digest: str, token_ids: list[int]) -> ShownPicture:
         path = self._images_dir / digest
         shown = self.example if digest == EXAMPLE else self._reader.remembered(digest)
         if shown is None:

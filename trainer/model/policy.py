@@ -24,9 +24,9 @@ from trainer.model.arrangement import (
 )
 from trainer.model.attention import Kernel
 from trainer.model.loading import build_scorer
-from trainer.model.packed_sequences import Apart, decoder_inputs
+from trainer.model.packed_sequences import SequenceSeparation, decoder_inputs
 from trainer.model.parallel import Layout, LayoutError
-from trainer.model.pictures import PictureFault, Pictures
+from trainer.model.pictures import PictureFault, RunPictures
 from trainer.model.token_logprobs import Scorer
 from trainer.peers import PeerLost, waiting_for_peers
 from trainer.settings import TrainerSettings
@@ -51,7 +51,7 @@ class Policy:
         self.device = scorer.device
         self.reference: Scorer | None = None
         self.arrangement = Arrangement()
-        self.pictures: Pictures | None = None
+        self.pictures: RunPictures | None = None
         """Where the pictures of batches are; needed for batches that have some."""
         self._is_divided = False
         """Whether the layout's context group divides the columns of rows."""
@@ -96,7 +96,7 @@ class Policy:
         self,
         scorer: Scorer,
         microbatch: Microbatch,
-        apart: Apart | None = None,
+        apart: SequenceSeparation | None = None,
         kernel: Kernel | None = None,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class Policy:
 
     def kernel(self, microbatch: Microbatch) -> Kernel:
         """Return the Kernel that computes the attention of a microbatch."""
-        return attention.choose(
+        return attention.choose_kernel(
             self.device.type,
             self.arrangement.works,
             shared=microbatch.segments is not None,
@@ -189,7 +189,7 @@ class Policy:
         if self.layout.context_parallel > 1:
             self._divide_rows()
 
-    def see(self, pictures: Pictures, share_prompts: bool) -> None:
+    def see(self, pictures: RunPictures, share_prompts: bool) -> None:
         """Show the pictures of batches from now on. Collective, as arrange, which is done again with one.
         Raises PictureFault if the model cannot be shown any, or not by this layout.
         """

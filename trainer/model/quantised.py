@@ -61,10 +61,14 @@ class Quantised(nn.Module):
         return functions.dequantize_4bit(self.codes, state)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _Product.apply(inputs, self) if self.bias is None else _Product.apply(inputs, self) + self.bias
+        return (
+            _DequantisedMatmul.apply(inputs, self)
+            if self.bias is None
+            else _DequantisedMatmul.apply(inputs, self) + self.bias
+        )
 
 
-class _Product(torch.autograd.Function):
+class _DequantisedMatmul(torch.autograd.Function):
     """Inputs times the weight of a Quantised layer, whose weight exists only while it is multiplied."""
 
     @staticmethod

@@ -32,7 +32,7 @@ Read = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Where the value of a tensor of the model comes from."""
 
     keys: tuple[str, ...]
@@ -45,7 +45,7 @@ class Source:
     """The name by which the conversion knows its result."""
 
 
-def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Source]]:
+def blank_model(model_dir: Path, dtype: torch.dtype) -> tuple[Any, dict[str, TensorSource]]:
     """Return the causal LM of a Hugging Face directory on meta, and where the value of each of its tensors
     is.
 
@@ -100,14 +100,14 @@ def _class_of(model_dir: Path) -> tuple[Any, Any]:
         ) from None
 
 
-def _sources(model: Any, names: Mapping[str, Any]) -> dict[str, Source]:
+def _sources(model: Any, names: Mapping[str, Any]) -> dict[str, TensorSource]:
     """By the model's own names; found as transformers' convert_and_load_state_dict_in_model does."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for key in sorted(names, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
@@ -115,10 +115,12 @@ def _sources(model: Any, names: Mapping[str, Any]) -> dict[str, Source]:
         if name not in state:
             continue
         if pattern is None:
-            sources[name] = Source((key,))
+            sources[name] = TensorSource((key,))
         else:
-            before = sources.get(name, Source((), (), of_pattern[pattern], name))
-            sources[name] = Source((*before.keys, key), (*before.patterns, pattern), before.converter, name)
+            before = sources.get(name, TensorSource((), (), of_pattern[pattern], name))
+            sources[name] = TensorSource(
+                (*before.keys, key), (*before.patterns, pattern), before.converter, name
+            )
     for source in [source for source in sources.values() if source.converter is not None]:
         for target in source.converter.target_patterns[1:]:  # one tensor may become several
             name = source.first.replace(source.converter.target_patterns[0], target)
@@ -132,7 +134,7 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
 
 
-def _tie(model: Any, sources: Mapping[str, Source], model_dir: Path) -> None:
+def _tie(model: Any, sources: Mapping[str, TensorSource], model_dir: Path) -> None:
     """Tie what the configuration ties, although the files hold it twice, unless the two differ.
 
     transformers compares values, which are not there on meta.
@@ -162,14 +164,14 @@ def _files(model_dir: Path) -> Iterator[Read]:
         yield lambda key: slices[key].get_slice(key)
 
 
-def _whole(source: Source, name: str, model: Any, read: Read) -> Tensor:
+def _whole(source: TensorSource, name: str, model: Any, read: Read) -> Tensor:
     """Return the whole value of the tensor `name` of the model."""
     if source.converter is None:
         return read(source.keys[0])[...]
     return _converted(source, model, read, torch.float32)[name]
 
 
-def _converted(source: Source, model: Any, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
+def _converted(source: TensorSource, model: Any, read: Read, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors that transformers makes of the keys, read as `dtype`, by the model's names."""
     converter = deepcopy(source.converter)
     for key, pattern in zip(source.keys, source.patterns, strict=True):
@@ -196,7 +198,7 @@ def held_tensors(model: Any) -> dict[str, tuple[Any, str]]:
 def fill(
     model: Any,
     held: Mapping[str, tuple[Any, str]],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
     model_dir: Path,
     device: torch.device,
     read_one: Callable[[int], object] = lambda size: None,
@@ -209,7 +211,7 @@ def fill(
     ties = dict(model.all_tied_weights_keys)
     ties |= {source: target for target, source in ties.items()}
     computed: list[tuple[Any, str]] = []
-    converted: tuple[Source | None, dict[str, Tensor]] = None, {}
+    converted: tuple[TensorSource | None, dict[str, Tensor]] = None, {}
     with _files(model_dir) as read:
         for name, (module, attribute) in held.items():
             tensor = getattr(module, attribute)

@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from rollout.engines.embedded.picture_input import Placed, Shown, picture_tensors, with_pictures
+from rollout.engines.embedded.picture_input import (
+    PlacedPictures,
+    ShownPicture,
+    picture_tensors,
+    with_pictures,
+)
 from rollout.engines.embedded.routes import Routes
 from trainer.model import context
 from trainer.model.attention import Kernel
@@ -100,7 +105,7 @@ class Scorer(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None = None,
         entropy_gradient: bool = False,
-        pictures: Placed | None = None,
+        pictures: PlacedPictures | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of `targets` (N,) and entropies (N,) from the logits at `scored_at`.
 
@@ -109,7 +114,7 @@ class Scorer(nn.Module):
         of `temperatures` (N,); None: all are 1. The entropies have a gradient only with `entropy_gradient`.
         `pictures`: those in the rows.
         """
-        hidden = self._hidden(inputs, pictures or Placed(()))
+        hidden = self._hidden(inputs, pictures or PlacedPictures(()))
         scoring = hidden.flatten(0, 1)[scored_at]  # (N, hidden)
         of_tokens = (scoring, targets) if temperatures is None else (scoring, targets, temperatures)
         chunks = list(zip(*(values.split(self._rows) for values in of_tokens), strict=True))
@@ -124,7 +129,7 @@ class Scorer(nn.Module):
         # Concatenated even if there is one chunk: FSDP needs new tensors, not views.
         return torch.cat([score[0] for score in scores]), torch.cat([score[1] for score in scores])
 
-    def _hidden(self, inputs: Mapping[str, Any], pictures: Placed) -> Tensor:
+    def _hidden(self, inputs: Mapping[str, Any], pictures: PlacedPictures) -> Tensor:
         """(R, C, hidden) where the decoder ends."""
         model, blank = self.causal.base_model, pictures.blank
         tower = self._tower if pictures.pictures or blank else []
@@ -136,7 +141,7 @@ class Scorer(nn.Module):
             decoder = model if pictures.pictures else _decoder(self.causal)
             return decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state + zero
 
-    def _zero(self, blank: Shown) -> Tensor:
+    def _zero(self, blank: ShownPicture) -> Tensor:
         """Return 0, of which the features of a picture are a part."""
         tensors = picture_tensors(blank.tensors, self.device, self.computes_in)
         features: Any = self.causal.base_model.get_image_features(**tensors, return_dict=True)
@@ -161,8 +166,8 @@ class Scorer(nn.Module):
         if weight.dtype == torch.float32:
             return [None] * chunks
         total: list[Tensor | None] = [None]
-        collected = _Collected.apply(weight, total)
-        return (_Added.apply(collected, total) for _ in range(chunks))  # pyright: ignore[reportReturnType]
+        collected = _ReleaseGradient.apply(weight, total)
+        return (_AccumulateGradient.apply(collected, total) for _ in range(chunks))  # pyright: ignore[reportReturnType]
 
     def _score(
         self,
@@ -196,7 +201,7 @@ def _decoder(causal: Any) -> Any:
     return getattr(causal, "model", decoder)
 
 
-class _Added(torch.autograd.Function):
+class _AccumulateGradient(torch.autograd.Function):
     """Identity whose gradient is added to `total[0]` and goes no further."""
 
     @staticmethod
@@ -211,7 +216,7 @@ class _Added(torch.autograd.Function):
         return None, None
 
 
-class _Collected(torch.autograd.Function):
+class _ReleaseGradient(torch.autograd.Function):
     """Identity whose gradient is what the _Added behind it have left in `total[0]`."""
 
     @staticmethod

@@ -58,7 +58,7 @@ def with_pair_weights(
     return scaled, Preferences(*map(float, of_pairs))
 
 
-def mismatched(batch: Batch, steps: Sequence[range]) -> Batch:
+def with_shifted_answers(batch: Batch, steps: Sequence[range]) -> Batch:
     """Return the batch with the answers moved on by one sequence within each step, each behind the prompt of
     the next: what KTO measures the policy's distance from the reference by. None gets longer than the
     batch's longest sequence, and an answer ends before a picture that it was shown. Experts are chosen anew,
@@ -105,9 +105,9 @@ def with_label_weights(
     """Return this rank's microbatches of a step, weighted for the gradient of KTO's loss (arXiv 2402.01306,
     equation 8), and what the step's samples show; see with_pair_weights.
 
-    `mismatched_ratios` are those of `mismatched_plan`, of the batch that `mismatched` makes: their mean, at
-    least 0, is z. No gradient flows through it. The gradient of 1 - sigmoid(m), m = +-beta (D - z), is that
-    of -A log pi, summed over tokens, with A = +-beta sigmoid(m) sigmoid(-m).
+    `mismatched_ratios` are those of `mismatched_plan`, of the batch that with_shifted_answers makes: their
+    mean, at least 0, is z. No gradient flows through it. The gradient of 1 - sigmoid(m), m = +-beta (D - z),
+    is that of -A log pi, summed over tokens, with A = +-beta sigmoid(m) sigmoid(-m).
     """
     here = slice(step.start, step.stop)
     sums = sums_of_sequences(batch, [plan], [log_ratios], layout)

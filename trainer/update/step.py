@@ -24,7 +24,7 @@ from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE, STATS
 from trainer.update.kl_reward import with_kl_in_reward
 from trainer.update.loss import Totals, adapted_bonus, kl_estimate, policy_loss
-from trainer.update.preferences import mismatched, with_label_weights, with_pair_weights
+from trainer.update.preferences import with_label_weights, with_pair_weights, with_shifted_answers
 from trainer.update.step_stats import StepStats, step_line
 
 
@@ -72,7 +72,7 @@ def train(
     plans = planned(batch)
     others: list[list[Microbatch]] = [[] for _ in steps]
     if settings.advantage == "label":
-        others = planned(mismatched(batch, [step.sequences for step in steps]))
+        others = planned(with_shifted_answers(batch, [step.sequences for step in steps]))
     progress = progress or Progress()
     kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
     # Several updates: pi_old is the policy before the first one. For a first step that does not come again
@@ -80,7 +80,7 @@ def train(
     scored = plans if kl_in_reward or settings.passes > 1 else plans[1:]
     taken = [*plans, *others, *(plans if settings.weighs_samples else ())]
     progress.expect(sum(map(len, scored)) + settings.passes * sum(map(len, taken)))
-    befores = [[_Before()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
+    befores = [[_PriorLogprobs()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
     for plan in scored:
         befores.append([])
         for microbatch in plan:
@@ -103,7 +103,7 @@ def train(
     return stats
 
 
-class _Before(NamedTuple):
+class _PriorLogprobs(NamedTuple):
     """What was asked about a microbatch before the first update; (N,) each."""
 
     old: Tensor | None = None
@@ -112,9 +112,9 @@ class _Before(NamedTuple):
 
 
 @torch.no_grad()
-def _ask(learner: Learner, microbatch: Microbatch, reference: str | None) -> _Before:
+def _ask(learner: Learner, microbatch: Microbatch, reference: str | None) -> _PriorLogprobs:
     old, _ = learner.logprobs(microbatch)
-    return _Before(old, _reference(learner, microbatch, reference) if reference else None)
+    return _PriorLogprobs(old, _reference(learner, microbatch, reference) if reference else None)
 
 
 def _reference(learner: Learner, microbatch: Microbatch, kl_to: str) -> Tensor:
@@ -124,7 +124,7 @@ def _reference(learner: Learner, microbatch: Microbatch, kl_to: str) -> Tensor:
     return learner.reference_logprobs(microbatch)
 
 
-def _kl_of(before: _Before, estimator: str) -> NDArray[np.float64]:
+def _kl_of(before: _PriorLogprobs, estimator: str) -> NDArray[np.float64]:
     assert before.old is not None and before.reference is not None
     return kl_estimate(before.old.double() - before.reference.double(), estimator).cpu().numpy()
 
@@ -166,7 +166,7 @@ def _weighed_step(
     batch: Batch,
     plan: Sequence[Microbatch],
     others: Sequence[Microbatch],
-    befores: Sequence[_Before],
+    befores: Sequence[_PriorLogprobs],
     step: _Step,
     settings: TrainerSettings,
     progress: Progress,
@@ -198,7 +198,7 @@ def _optimizer_step(
     learner: Learner,
     batch: Batch,
     plan: Sequence[Microbatch],
-    befores: Sequence[_Before],
+    befores: Sequence[_PriorLogprobs],
     step: _Step,
     settings: TrainerSettings,
     progress: Progress,
@@ -264,7 +264,7 @@ def _padding(plan: Sequence[Microbatch]) -> float:
 def _accumulate(
     learner: Learner,
     microbatch: Microbatch,
-    before: _Before,
+    before: _PriorLogprobs,
     totals: Totals,
     settings: TrainerSettings,
 ) -> tuple[Tensor, Tensor]:

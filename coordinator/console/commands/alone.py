@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from coordinator.machine.host_lock import host_lock, if_stale
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.settings.tree import SettingsError
 
 
@@ -22,7 +22,7 @@ def alone(command: str, option: str, root: Path, advice: str) -> Generator[None]
     name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
     try:
         lock = host_lock(f"{command.rpartition(' ')[2]}-{name}")
-    except Ended as error:
+    except NodeEnded as error:
         raise SettingsError(error.text) from None
     holder = Path(lock.lock_file).with_suffix(".pid")
     try:

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.console.commands.leftovers import Leftover, Plan, What, look, plan
+from coordinator.console.commands.leftovers import Leftover, LeftoverKind, Plan, look, plan
 from coordinator.directory import manifests, published
 from coordinator.directory.file_names import parse_staging_name, parse_state_name
 from coordinator.directory.layout import MASTER, REMOVED, RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import Incomplete
 from coordinator.journal.control_characters import one_line
 from coordinator.keeping import resume
 from coordinator.phases.provenance import origin_of
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records, claim_stopped
@@ -96,7 +96,7 @@ def _next_epochs(boards: Boards) -> dict[RunDir, int]:
 
 def _refuse_finished(run_dir: RunDir, settings: RunSettings, iteration: int) -> None:
     newest = max(published.checkpoints(run_dir), default=0)  # metrics.jsonl may have lost lines
-    if iteration <= newest or iteration < resume.next_iteration(Finished(run_dir), settings):
+    if iteration <= newest or iteration < resume.next_iteration(FinishedIterations(run_dir), settings):
         raise SettingsError(f"iteration {iteration} is finished, nothing is removed")
 
 
@@ -134,10 +134,12 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
                 directory, iteration, resume.quota(opened), origin, short=None
             )
         except Incomplete as error:
-            raise Ended(Exit.FAILED, f"{error}; nothing was removed") from None
+            raise NodeEnded(Exit.FAILED, f"{error}; nothing was removed") from None
     if document["groups"] == 0:
         text = f"{directory} holds no finished group of iteration {iteration}: nothing can be kept"
-        raise Ended(Exit.FAILED, f"{text}, and nothing was removed; to remove the rest, omit --keep-partial")
+        raise NodeEnded(
+            Exit.FAILED, f"{text}, and nothing was removed; to remove the rest, omit --keep-partial"
+        )
     return document, groups
 
 
@@ -157,7 +159,9 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
         manifests.publish_manifest(path, manifest, groups)
     manifests.ensure_readable(path)
     if published.read_json(path) != manifest:
-        raise Ended(Exit.FAILED, f"another manifest was published just now as {path}; run the command again")
+        raise NodeEnded(
+            Exit.FAILED, f"another manifest was published just now as {path}; run the command again"
+        )
 
 
 # ---- who is still there
@@ -200,7 +204,7 @@ def _refuse_beats(before: Boards, now: Boards) -> None:
     stopped = masters[:1] or nodes  # stopping a master stops all
     how = ", ".join(f"kill -INT {contents[node].get('pid', 'PID')} on {hosts[node]}" for node in stopped)
     beat = "beats" if len(nodes) == 1 else "beat"
-    raise Ended(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
+    raise NodeEnded(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
 
 
 def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:
@@ -221,7 +225,7 @@ def _refuse_newcomers(boards: Boards, claimed: Mapping[RunDir, int]) -> None:
     for crew, board in now.items():
         if board.newest_epoch() > claimed[crew]:
             text = f"epoch {board.newest_epoch()} of {crew.root} was claimed just now: a node has started"
-            raise Ended(Exit.FAILED, f"{text}; stop it first")
+            raise NodeEnded(Exit.FAILED, f"{text}; stop it first")
 
 
 def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: int, number: int) -> None:
@@ -229,7 +233,7 @@ def _claim(run_dir: RunDir, run_id: str, newest: EpochRecord | None, iteration: 
     text = f"run cleanup --iteration {iteration} has stopped the run, on {socket.gethostname()}"
     if not claim_stopped(run_dir, run_id, newest, number, text):
         text = f"epoch {number} of {run_dir.root} was claimed just now: a node has started; stop it first"
-        raise Ended(Exit.FAILED, text)
+        raise NodeEnded(Exit.FAILED, text)
 
 
 # ---- the removal
@@ -257,8 +261,8 @@ def _remove_all(
 
 def _remove(run_dir: RunDir, leftover: Leftover) -> None:
     path = leftover.path
-    if leftover.kind not in {What.STAGING, What.STATE}:
-        (files.remove_any if leftover.kind is What.TEMPORARY else files.remove)(path)
+    if leftover.kind not in {LeftoverKind.STAGING, LeftoverKind.STATE}:
+        (files.remove_any if leftover.kind is LeftoverKind.TEMPORARY else files.remove)(path)
         return
     if staged := parse_staging_name(path.name):
         # Rename it first: a master that wakes must not publish a half removed checkpoint.

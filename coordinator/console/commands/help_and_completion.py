@@ -52,7 +52,7 @@ class StartCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-class _All(TyperGroup):
+class _CompletionRoot(TyperGroup):
     """`run` with its commands, as the completion sees it: a word may also be a setting."""
 
     words: Any
@@ -71,6 +71,6 @@ def complete(program: str, apps: Mapping[str, typer.Typer]) -> int:
     first, *others = apps
     words, *options = get_command(apps[first]).params
     commands = {name: get_command(apps[name]) for name in others}
-    everything = _All(name=program, commands=commands, params=options, invoke_without_command=True)
+    everything = _CompletionRoot(name=program, commands=commands, params=options, invoke_without_command=True)
     everything.words = words
     return everything(prog_name=program) or 0

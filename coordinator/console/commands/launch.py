@@ -33,8 +33,8 @@ GIVEN = {"--master", "--worker", "--num-nodes", "--log-path", "cluster.num_nodes
 
 
 class RemoteNode(Protocol):
-    """A node on another machine, from the connection to its exit code; `Remote` of `ssh` says what each name
-    means.
+    """A node on another machine, from the connection to its exit code; `RemoteProgram` of `ssh` says
+    what each name means.
     """
 
     name: str

@@ -59,7 +59,7 @@ class _Machines(Cluster):
 
 
 class RayNode:
-    """A rank of the run, on one machine after the other; the names of `Remote` of `ssh`."""
+    """A rank of the run, on one machine after the other; the names of `RemoteProgram` of `ssh`."""
 
     def __init__(self, cluster: Cluster, rank: int, command: Sequence[str], first: Any) -> None:
         """Begin on the machine of the actor `first`; a thread follows the rank to its end."""

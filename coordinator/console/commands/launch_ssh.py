@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.console.commands.launch import RemoteNode, launch, show
-from coordinator.console.commands.ssh import Remote
+from coordinator.console.commands.ssh import RemoteProgram
 from coordinator.settings.tree import SettingsError
 
 SSH = "ssh"
@@ -38,7 +38,7 @@ class _Hosts:
     def start(self, rank: int, command: Sequence[str]) -> RemoteNode:
         """Connect to the host of a rank."""
         host = self.names[rank]
-        return Remote(f"rank {rank}, {host}", host, command, os.getcwd(), self._client, show)
+        return RemoteProgram(f"rank {rank}, {host}", host, command, os.getcwd(), self._client, show)
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -21,7 +21,7 @@ from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files
 
 
-class What(StrEnum):
+class LeftoverKind(StrEnum):
     """What a leftover is. Within a directory they are removed in this order."""
 
     FLAG = "flag of the iteration"
@@ -39,7 +39,7 @@ class What(StrEnum):
     OPENING = "opening of the iteration"
 
 
-BY_THE_WAY = {What.ENDED, What.CLAIM, What.BEAT, What.TEMPORARY}
+BY_THE_WAY = {LeftoverKind.ENDED, LeftoverKind.CLAIM, LeftoverKind.BEAT, LeftoverKind.TEMPORARY}
 """Leftovers that are removed too, but may belong to other iterations."""
 
 
@@ -47,7 +47,7 @@ class Leftover(NamedTuple):
     """A file or directory to remove."""
 
     path: Path
-    kind: What
+    kind: LeftoverKind
 
 
 class Plan(NamedTuple):
@@ -105,55 +105,57 @@ def plan(
                 kind = _in_checkpoints(path.name, iteration)
             elif directory == run_dir.trainer_states:
                 saved = parse_state_name(path.name.removeprefix(REMOVED))
-                kind = What.STATE if saved and saved[0] == iteration else None
+                kind = LeftoverKind.STATE if saved and saved[0] == iteration else None
             elif directory == run_dir.images:
-                kind = What.TEMPORARY if files.is_temporary(path.name) else None
+                kind = LeftoverKind.TEMPORARY if files.is_temporary(path.name) else None
             elif (kind := _in_own_directory(path.name)) is None:
                 unknown.append(path)
             leftovers_here += [Leftover(path, kind)] if kind else []
-        leftovers += sorted(leftovers_here, key=lambda leftover: list(What).index(leftover.kind))
+        leftovers += sorted(leftovers_here, key=lambda leftover: list(LeftoverKind).index(leftover.kind))
     return Plan(leftovers, unknown)
 
 
-def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> What | None:
+def _in_protocol(name: str, iteration: int, claimed: int, board: Board) -> LeftoverKind | None:
     """Epoch records and the newest beat of each rank stay: they show which numbers were used."""
     if claim := parse_claim_name(files.published_name(name)):
-        return What.CLAIM if claim.epoch < claimed else None
+        return LeftoverKind.CLAIM if claim.epoch < claimed else None
     if files.is_temporary(name):
         entry = parse_protocol_name(files.published_name(name))
         if isinstance(entry, Beat):  # of an older process, not of one that is just starting
-            return What.TEMPORARY if entry.incarnation <= board.highest_incarnation(entry.rank) else None
-        return What.TEMPORARY if isinstance(entry, Flag | Record) and entry.epoch < claimed else None
+            return (
+                LeftoverKind.TEMPORARY if entry.incarnation <= board.highest_incarnation(entry.rank) else None
+            )
+        return LeftoverKind.TEMPORARY if isinstance(entry, Flag | Record) and entry.epoch < claimed else None
     entry = parse_protocol_name(name)
     if isinstance(entry, Flag) and entry.epoch < claimed:
-        return What.FLAG if entry.iteration == iteration else What.ENDED
-    return What.BEAT if isinstance(entry, Beat) and entry != board.beats[entry.rank] else None
+        return LeftoverKind.FLAG if entry.iteration == iteration else LeftoverKind.ENDED
+    return LeftoverKind.BEAT if isinstance(entry, Beat) and entry != board.beats[entry.rank] else None
 
 
-def _in_checkpoints(name: str, iteration: int) -> What | None:
+def _in_checkpoints(name: str, iteration: int) -> LeftoverKind | None:
     """Find staging directories: as training made them, set aside, or half removed."""
     if files.is_temporary(name):
-        return What.TEMPORARY
+        return LeftoverKind.TEMPORARY
     if name.startswith(REMOVED):
         name = f".{name.removeprefix(REMOVED)}"
     staged = parse_staging_name(name.removesuffix(".damaged").removesuffix(".foreign"))
-    return What.STAGING if staged and staged[0] == iteration else None
+    return LeftoverKind.STAGING if staged and staged[0] == iteration else None
 
 
-def _in_own_directory(name: str) -> What | None:
+def _in_own_directory(name: str) -> LeftoverKind | None:
     """Find what nodes write into an iteration's batch and trajectories, also if it was set aside."""
     if files.is_temporary(name):
-        return What.TEMPORARY
+        return LeftoverKind.TEMPORARY
     if name in {"batch.json", "batch.safetensors", "trained.json"}:
-        return What.BATCH
+        return LeftoverKind.BATCH
     if name in {"iteration.json", "iteration.unused"}:
-        return What.OPENING
+        return LeftoverKind.OPENING
     if name.startswith("manifest."):
-        return What.MANIFEST
+        return LeftoverKind.MANIFEST
     if name == GROUPS:
-        return What.GROUPS
+        return LeftoverKind.GROUPS
     if name == ROLLOUT_TIMES:
-        return What.TIMES
+        return LeftoverKind.TIMES
     stem, _, suffix = name.rpartition(".")
     is_part = suffix in {"safetensors", "damaged"} and parse_part_name(f"{stem}.safetensors")
-    return What.PART if is_part else None
+    return LeftoverKind.PART if is_part else None

@@ -102,12 +102,12 @@ def cleanup(
     """Remove what an interrupted iteration left; never a published checkpoint."""
     from coordinator.console.commands.cleanup import cleanup as clean
     from coordinator.journal.control_characters import plain
-    from coordinator.protocol.exits import Ended
+    from coordinator.protocol.exits import NodeEnded
 
     number = _iteration(iteration)
     try:
         clean(log_path.absolute(), number, dry_run, keep_partial)
-    except Ended as end:
+    except NodeEnded as end:
         print(f"run: {plain(end.text)}", file=sys.stderr)
         return end.code
     return 0

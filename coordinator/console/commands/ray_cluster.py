@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coordinator.console.commands import relay
-from coordinator.console.commands.ray_machines import Asked, Bundle, Machine, bundles, parse_asked
+from coordinator.console.commands.ray_machines import Bundle, Machine, NodeResources, bundles, parse_asked
 from coordinator.settings.tree import SettingsError
 
 CONNECT_S = 10.0
@@ -84,7 +84,7 @@ class Cluster:
         self.ended: dict[int, int] = {}
         """The exit code of each rank that has ended for good."""
         self.root = Path()
-        self._asked: Asked = parse_asked(nodes, gpus, cpus)
+        self._asked: NodeResources = parse_asked(nodes, gpus, cpus)
         self._bundles: list[Bundle] = []
         self.relays: list[Any] = []
         """The present actor of each rank."""

@@ -22,16 +22,18 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NodeResources:
     """What each node asks for, in order of rank; None: all that its machine has."""
 
     gpus: Sequence[float | None]
     cpus: Sequence[float | None]
 
 
-def parse_asked(nodes: int, gpus: str | None, cpus: str | None) -> Asked:
+def parse_asked(nodes: int, gpus: str | None, cpus: str | None) -> NodeResources:
     """Read --gpus-per-node and --cpus-per-node: one number, or one for each node; SettingsError."""
-    return Asked(_numbers("--gpus-per-node", gpus, nodes, 0), _numbers("--cpus-per-node", cpus, nodes, 1))
+    return NodeResources(
+        _numbers("--gpus-per-node", gpus, nodes, 0), _numbers("--cpus-per-node", cpus, nodes, 1)
+    )
 
 
 def _numbers(option: str, text: str | None, nodes: int, least: int) -> list[float | None]:
@@ -45,7 +47,7 @@ def _numbers(option: str, text: str | None, nodes: int, least: int) -> list[floa
     return [float(word) for word in words] * (nodes // len(words))
 
 
-def bundles(machines: Sequence[Machine], demand: Asked, address: str) -> list[Bundle]:
+def bundles(machines: Sequence[Machine], demand: NodeResources, address: str) -> list[Bundle]:
     """Return the Bundle to ask for each node; SettingsError names what the cluster lacks, by host.
 
     A node that asks for all gets the largest machine that is left, the others the smallest that is enough.

@@ -9,7 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from coordinator.console.commands.alone import alone
-from coordinator.console.server.access import Access, find_token
+from coordinator.console.server.access import TokenCheck, find_token
 from coordinator.console.server.app import Service
 from coordinator.console.server.launchers import Launcher
 from coordinator.machine.network import LOOPBACK
@@ -39,7 +39,7 @@ def serve(
     with alone("run serve", "--root", root, "stop it first"):
         files.make_directory(root)
         token, where = find_token(root, token_file)
-        service = Service(root, Access(token), launcher, allow_code, at_once, max_upload_mib * MIB)
+        service = Service(root, TokenCheck(token), launcher, allow_code, at_once, max_upload_mib * MIB)
         return asyncio.run(_serve(service, host, port, where))
 
 

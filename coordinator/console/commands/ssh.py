@@ -22,7 +22,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from coordinator.journal.control_characters import plain
-from coordinator.machine.child_output import Output
+from coordinator.machine.child_output import ChildOutput
 
 OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
@@ -60,7 +60,7 @@ def script(silence_s: int = SILENCE_S, grace_s: int = GRACE_S) -> str:
     )
 
 
-class Remote:
+class RemoteProgram:
     """A program on a host, from the connection to its exit code; `tell("go")` starts it once `is_ready`."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Remote:
         )
         stdout = self._process.stdout
         assert stdout is not None
-        self._output = Output(name, stdout, None, self._take)
+        self._output = ChildOutput(name, stdout, None, self._take)
 
     @property
     def words(self) -> str:

@@ -53,7 +53,7 @@ NUMBERS = {
 """Number types of weights, and of buffers beside them, as numpy reads their bits."""
 
 
-class NotMade(RuntimeError):
+class IterationNotRepeatable(RuntimeError):
     """An iteration could not be made again; the message says why."""
 
 
@@ -79,7 +79,7 @@ def verify(root: Path, iteration: int | None, files_only: bool) -> int:
         return int(bool(chain.broken))
     try:
         return 0 if _comes_out_again(run, iteration or there[-1], record, base) else 1
-    except NotMade as error:
+    except IterationNotRepeatable as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1
 
@@ -103,12 +103,12 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
     if _repeats_samples(record.settings, number, manifest):
         with _fork(run_dir, number) as again:
             _make(again.root, number, ["rl_phase=both", *words])
-            made = Run(again.root)
-            parting = compare(run, made, since=number).parting
+            repeated = Run(again.root)
+            parting = compare(run, repeated, since=number).parting
             if parting is None:
                 print(f"iteration {number}, made again here from its samples on: equal bit for bit")
                 return True
-            noise = logprobs_apart(run.trajectories(number), made.trajectories(number))
+            noise = logprobs_apart(run.trajectories(number), repeated.trajectories(number))
         samples_differ = parting.phase < Phase.TRAIN_DATA
         is_sampled = parting.phase == ROLLOUT_OF["train"]
         if is_sampled and noise is not None and noise <= LOGPROBS_TOLERANCE:
@@ -179,7 +179,7 @@ def _fork(run_dir: RunDir, number: int) -> Generator[RunDir]:
 
 def _make(root: Path, number: int, words: list[str]) -> None:
     """Run the nodes of a fork on this machine until the iteration is finished; their lines of it go to
-    stderr. Raises NotMade if they end before.
+    stderr. Raises IterationNotRepeatable if they end before.
     """
 
     def is_finished() -> bool:
@@ -198,7 +198,9 @@ def _make(root: Path, number: int, words: list[str]) -> None:
         nodes.terminate()
         nodes.wait(END_S)
     if not is_finished():
-        raise NotMade(f"iteration {number} could not be made again: {_reason(nodes.tail().splitlines())}")
+        raise IterationNotRepeatable(
+            f"iteration {number} could not be made again: {_reason(nodes.tail().splitlines())}"
+        )
 
 
 def _reason(lines: list[str]) -> str:

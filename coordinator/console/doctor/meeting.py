@@ -170,7 +170,7 @@ def _rank_of_hello(name: str, session: str) -> int | None:
     return int(parts[1][1:]) if parts[1][1:].isdecimal() else None
 
 
-class Guest:
+class DoctorGuest:
     """A worker's side: says hello to every open session, and follows the one that admits it."""
 
     def __init__(self, root: Path, rank: int) -> None:

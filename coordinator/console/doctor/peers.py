@@ -16,7 +16,7 @@ from typing import Any
 
 from coordinator.console.doctor import node_checks as judge
 from coordinator.console.doctor.checks import Check, Latency, judge_create
-from coordinator.console.doctor.meeting import Answer, DoctorError, Guest, Host
+from coordinator.console.doctor.meeting import Answer, DoctorError, DoctorGuest, Host
 from coordinator.console.doctor.node_checks import RoundTrip
 from coordinator.console.doctor.probe import has_hard_links
 from coordinator.directory.layout import MASTER
@@ -133,7 +133,7 @@ def _compare(host: Host) -> list[Check]:
 # ---- a worker
 
 
-def attend(guest: Guest, rank: int, own_checks: Callable[[], list[Check]]) -> bool:
+def attend(guest: DoctorGuest, rank: int, own_checks: Callable[[], list[Check]]) -> bool:
     """Do each step of the session that `guest` has joined; return whether rank 0 found everything fit."""
     with contextlib.ExitStack() as doors:
         actions: dict[str, Callable[[Any], dict[str, Any]]] = {

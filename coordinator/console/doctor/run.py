@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coordinator.console.doctor import probe
 from coordinator.console.doctor.checks import Check, failed, judge_mount
-from coordinator.console.doctor.meeting import WORK, DoctorError, Guest, Host, doctor_directory
+from coordinator.console.doctor.meeting import WORK, DoctorError, DoctorGuest, Host, doctor_directory
 from coordinator.console.doctor.peers import attend, checks_between
 from coordinator.console.doctor.report import Checks, Report
 from coordinator.directory.layout import MASTER
@@ -97,7 +97,7 @@ def _lead(root: Path, nodes: int, limit_s: float, report: Report) -> None:
 def _take_part(root: Path, nodes: int, rank: int, limit_s: float, report: Report) -> int:
     """Do as a worker what rank 0 asks, and print what it found."""
     try:
-        guest = Guest(root, rank)
+        guest = DoctorGuest(root, rank)
         print(f"rank {rank}: waiting for rank 0, which reports", flush=True)
         guest.join(limit_s, command(root, nodes, MASTER))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from coordinator.console.plan.measure import Findings, measure
-from coordinator.console.plan.propose import Device, Measured, Option, propose, rank_weights, slowness
+from coordinator.console.plan.propose import Device, Option, RunFigures, propose, rank_weights, slowness
 from coordinator.settings.number_ranges import iterations_text, ranges
 from coordinator.settings.tree import SettingsError
 from trainer.memory import least_bytes
@@ -39,7 +39,7 @@ def show_plan(root: Path, devices: int | None, as_json: bool) -> None:
         print(line)
 
 
-def _resized(measured: Measured, count: int) -> Measured:
+def _resized(measured: RunFigures, count: int) -> RunFigures:
     """Return the measurements for another number of devices, all of the average speed, on machines of the
     largest size.
     """
@@ -52,7 +52,7 @@ def _resized(measured: Measured, count: int) -> Measured:
     return replace(measured, devices=tuple(Device(number // size, rate) for number in range(count)))
 
 
-def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], Sequence[int]], str]:
+def _refuse(findings: Findings, measured: RunFigures) -> Callable[[Sequence[int], Sequence[int]], str]:
     """Return a function that says why a split cannot be: it does not divide as set, or does not fit."""
     engine, trainer = findings.settings.engine, findings.settings.trainer
 
@@ -76,7 +76,7 @@ def _refuse(findings: Findings, measured: Measured) -> Callable[[Sequence[int], 
     return refuse
 
 
-def command(findings: Findings, measured: Measured, best: Option) -> str:
+def command(findings: Findings, measured: RunFigures, best: Option) -> str:
     """Return the command to type on the master's machine for an option; empty: the run goes on as it is."""
     cluster, words = findings.settings.cluster, list[str]()
     machines = max(device.machine for device in measured.devices) + 1
@@ -99,7 +99,7 @@ def command(findings: Findings, measured: Measured, best: Option) -> str:
     return shlex.join(["run", "--master", "--log-path", str(findings.root), *words]) if words else ""
 
 
-def _text(findings: Findings, measured: Measured, options: Sequence[Option], words: str) -> list[str]:
+def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], words: str) -> list[str]:
     best, crews = options[0], "two crews" if findings.in_crews else "one crew"
     same = len(measured.devices) == len(findings.measured.devices)
     lines = [
@@ -135,7 +135,7 @@ def _text(findings: Findings, measured: Measured, options: Sequence[Option], wor
     return lines
 
 
-def _with_guests(measured: Measured, best: Option) -> list[str]:
+def _with_guests(measured: RunFigures, best: Option) -> list[str]:
     """Return rows for guests beside one crew, each as fast as an average device of it."""
     count, work_s = len(measured.devices), best.rollout_s - measured.rollout_fixed_s
     lines: list[str] = []
@@ -164,7 +164,7 @@ def _name(option: Option) -> str:
     return f"rollout={rollout} train={train}, level {option.level}"
 
 
-def _verdict(findings: Findings, measured: Measured, options: Sequence[Option]) -> str:
+def _verdict(findings: Findings, measured: RunFigures, options: Sequence[Option]) -> str:
     best = options[0]
     together = next(option for option in options if option.is_collocated)
     if not best.is_collocated:
@@ -184,14 +184,14 @@ def _verdict(findings: Findings, measured: Measured, options: Sequence[Option]) 
     return f"stay collocated: the best split would take {_seconds(others[0].seconds)} s"
 
 
-def _count(measured: Measured) -> str:
+def _count(measured: RunFigures) -> str:
     devices, machines = len(measured.devices), len({device.machine for device in measured.devices})
     parts = ((devices, "device"), (machines, "machine"))
     return " on ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
 
 
 def _document(
-    findings: Findings, measured: Measured, options: Sequence[Option], words: str
+    findings: Findings, measured: RunFigures, options: Sequence[Option], words: str
 ) -> dict[str, object]:
     """Return the document of --json; options from the best one on."""
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from coordinator.console.plan.propose import Device, Measured, Work
+from coordinator.console.plan.propose import Device, IterationLoad, RunFigures
 from coordinator.console.report.figures import rollout_work
 from coordinator.console.report.sources import newest_record, read_events
 from coordinator.console.report.timeline import spans_of
@@ -42,7 +42,7 @@ class Findings:
     """The iterations that were measured."""
     now_s: float
     """Mean seconds of one, from its begin to its end. Those of two crews overlap, so each costs less."""
-    measured: Measured
+    measured: RunFigures
     machine_rates: dict[int, float]
     """Tokens a busy second of each machine that generates."""
     gpu_bytes: float
@@ -53,7 +53,7 @@ class Findings:
     """Shape of the model; None where its files are not here."""
 
 
-class _Side:
+class _MeasuredCrew:
     """The nodes that generate, or those that train, by machine."""
 
     def __init__(self, run_dir: RunDir, devices: Mapping[int, int]) -> None:
@@ -84,7 +84,7 @@ def measure(root: Path) -> Findings:
     ]
     places = placed_crews(root, read_placement(root)) or _one_crew(crews_at[0], settings)
     sides = [
-        _Side(run_dir, {place.machine: len(place.devices) for place in places[run_dir.crew]})
+        _MeasuredCrew(run_dir, {place.machine: len(place.devices) for place in places[run_dir.crew]})
         for run_dir in crews_at
     ]
     generator = next((side for side in sides if side.run_dir.crew != "train"), sides[0])
@@ -110,10 +110,10 @@ def measure(root: Path) -> Findings:
 
     in_crews = len(sides) > 1
     overhead_s = [row.get(_R, 0.0) - rollout.longest_s for row, rollout in zip(rows, rollouts, strict=True)]
-    measured = Measured(
+    measured = RunFigures(
         devices=tuple(devices),
         iterations=tuple(
-            Work(sum(rollout.tokens.values()) + more, train_s)
+            IterationLoad(sum(rollout.tokens.values()) + more, train_s)
             for rollout, more, train_s in zip(rollouts, evaluated, trained_s, strict=True)
         ),
         rollout_fixed_s=median(max(0.0, seconds) for seconds in overhead_s)
@@ -169,7 +169,9 @@ class _Rollout:
         return max(self.busy_s[machine] + self.load_s[machine] for machine in self.busy_s)
 
 
-def _rollouts(side: _Side, steady: Container[int], lines: Mapping[int, Mapping[str, Any]]) -> list[_Rollout]:
+def _rollouts(
+    side: _MeasuredCrew, steady: Container[int], lines: Mapping[int, Mapping[str, Any]]
+) -> list[_Rollout]:
     """Return the last rollouts that were trained on; SettingsError if they are too few."""
     rollouts: list[_Rollout] = []
     reloads = {machine: _reloads(events) for machine, events in side.events.items()}
@@ -188,7 +190,7 @@ def _rollouts(side: _Side, steady: Container[int], lines: Mapping[int, Mapping[s
     return rollouts[-RECENT:]
 
 
-def _rates(side: _Side, rollouts: Sequence[_Rollout]) -> dict[int, float]:
+def _rates(side: _MeasuredCrew, rollouts: Sequence[_Rollout]) -> dict[int, float]:
     """Return the tokens a busy second of each machine that made some."""
     rates: dict[int, float] = {}
     for machine in side.devices:
@@ -199,7 +201,7 @@ def _rates(side: _Side, rollouts: Sequence[_Rollout]) -> dict[int, float]:
     return rates
 
 
-def _steady(side: _Side, phase: str) -> set[int]:
+def _steady(side: _MeasuredCrew, phase: str) -> set[int]:
     """Return the iterations whose phase followed one of the same epoch on every node: nothing was started."""
     by_node: list[set[int]] = []
     for spans in side.spans.values():

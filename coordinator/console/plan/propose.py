@@ -28,7 +28,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Work:
+class IterationLoad:
     """What a measured iteration had to do."""
 
     tokens: float
@@ -38,12 +38,12 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunFigures:
     """What a run says of itself. `fixed`: seconds of an iteration that more devices do not make less."""
 
     devices: tuple[Device, ...]
     """By device number."""
-    iterations: tuple[Work, ...]
+    iterations: tuple[IterationLoad, ...]
     rollout_fixed_s: float
     """Plan, aggregation, the decision about an evaluation."""
     train_fixed_s: float
@@ -94,7 +94,7 @@ Refuse = Callable[[Sequence[int], Sequence[int]], str]
 """Says why these devices cannot generate while those train; an empty text if they can."""
 
 
-def propose(measured: Measured, refuse: Refuse) -> tuple[Option, ...]:
+def propose(measured: RunFigures, refuse: Refuse) -> tuple[Option, ...]:
     """Return all options, the best first: the one of fewest seconds that is not refused. Where a split is as
     fast, to six digits, the nodes stay one crew.
     """
@@ -102,7 +102,7 @@ def propose(measured: Measured, refuse: Refuse) -> tuple[Option, ...]:
     return tuple(sorted(options, key=lambda option: (bool(option.refused), float(f"{option.seconds:.6g}"))))
 
 
-def _collocated(measured: Measured) -> Option:
+def _collocated(measured: RunFigures) -> Option:
     every = tuple(range(len(measured.devices)))
     rollout_s, train_s = fmean(measured.rollouts_s(every)), fmean(measured.trainings_s(every))
     swap_s = measured.sleep_s + measured.load_s
@@ -111,7 +111,7 @@ def _collocated(measured: Measured) -> Option:
     )
 
 
-def _splits(measured: Measured, refuse: Refuse) -> Iterator[Option]:
+def _splits(measured: RunFigures, refuse: Refuse) -> Iterator[Option]:
     """Yield the splits in which the last devices train, and those in which the first ones do."""
     count = len(measured.devices)
     every = tuple(range(count))
@@ -145,14 +145,14 @@ def seconds_each(rollouts_s: Sequence[float], trainings_s: Sequence[float], leve
     return (trained_s[-1] - trained_s[half]) / (len(trained_s) - 1 - half)
 
 
-def slowness(measured: Measured, devices: Sequence[int], weights: Mapping[int, float]) -> float:
+def slowness(measured: RunFigures, devices: Sequence[int], weights: Mapping[int, float]) -> float:
     """Return how many times longer these devices work with weights, by machine, than with the best ones."""
     rates = machine_rates(measured, devices)
     longest = max(weights[machine] / rate for machine, rate in rates.items())
     return longest * sum(rates.values()) / sum(weights[machine] for machine in rates)
 
 
-def machine_rates(measured: Measured, devices: Sequence[int]) -> dict[int, float]:
+def machine_rates(measured: RunFigures, devices: Sequence[int]) -> dict[int, float]:
     """Return the tokens/s that the devices of each machine generate together."""
     rates: dict[int, float] = {}
     for number in devices:
@@ -161,7 +161,7 @@ def machine_rates(measured: Measured, devices: Sequence[int]) -> dict[int, float
     return rates
 
 
-def rank_weights(measured: Measured, option: Option) -> tuple[float, ...]:
+def rank_weights(measured: RunFigures, option: Option) -> tuple[float, ...]:
     """Return a weight for each machine by what its devices do in the option; the smallest is 1.
 
     Only the machines of one crew are compared with each other. So that the weights hold for both crews, the

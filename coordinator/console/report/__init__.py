@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.report import charts, curves, faults, figures, figures_of_time, samples, summary
-from coordinator.console.report.sources import Told, newest_record, read_crews
+from coordinator.console.report.sources import CrewEvents, newest_record, read_crews
 from coordinator.console.report.timeline import Span
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.heartbeats import is_number
@@ -151,7 +151,7 @@ def _contents(root: Path, status: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _faults(crews: Sequence[Told]) -> list[faults.Fault]:
+def _faults(crews: Sequence[CrewEvents]) -> list[faults.Fault]:
     """Return the faults of all crews, in order; of two crews, by iteration."""
     listed = [
         replace(fault, rank=crew.run_dir.machine(fault.rank), crew=crew.crew)
@@ -179,19 +179,19 @@ def _balance(run_dir: RunDir, spans: dict[int, list[Span]], status: dict[str, An
     return figures.balance(seconds, tasks)
 
 
-def _hosts(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, str]:
+def _hosts(crews: Sequence[CrewEvents], status: dict[str, Any]) -> dict[str, str]:
     """Return the host of each node that was ever in the run, by name; it may have fewer nodes now."""
     hosts = {crew.run_dir.name(rank): host for crew in crews for rank, host in crew.hosts.items()}
     return hosts | {node["name"]: node["host"] for node in status["nodes"] if node["host"]}
 
 
-def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.Reading]:
+def _readings(run_dir: RunDir, lines: list[dict[str, Any]]) -> list[samples.IterationGroups]:
     """Groups of the first and the last iteration that have rewards."""
     sampled = [line["iteration"] for line in lines if is_number(line.get("reward"))]
     return [samples.reading(run_dir, iteration) for iteration in dict.fromkeys([*sampled[:1], *sampled[-1:]])]
 
 
-def _about(crews: Sequence[Told], status: dict[str, Any]) -> dict[str, Any]:
+def _about(crews: Sequence[CrewEvents], status: dict[str, Any]) -> dict[str, Any]:
     """Settings, nodes and versions."""
     run_dir = crews[0].run_dir
     record = newest_record(run_dir)

@@ -42,7 +42,7 @@ def busy_s(master: Sequence[Span], last: int = LAST) -> float | None:
     return statistics.median(whole[-last:]) if whole else None
 
 
-class Crew(NamedTuple):
+class CrewFigures(NamedTuple):
     """A crew as measured."""
 
     seconds: float
@@ -54,7 +54,7 @@ class Crew(NamedTuple):
         return self.seconds * self.devices / count
 
 
-def what_would_balance(rollout: Crew, train: Crew, max_async_level: int) -> str:
+def what_would_balance(rollout: CrewFigures, train: CrewFigures, max_async_level: int) -> str:
     """Say in sentences what an iteration costs now, and what other devices would change."""
     total = rollout.devices + train.devices
     text = (

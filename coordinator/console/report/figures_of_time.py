@@ -3,9 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.console.report.crews import Crew, busy_s, idle_fraction, side_by_side, what_would_balance
+from coordinator.console.report.crews import (
+    CrewFigures,
+    busy_s,
+    idle_fraction,
+    side_by_side,
+    what_would_balance,
+)
 from coordinator.console.report.lanes import Lanes, NodeTitle, lanes
-from coordinator.console.report.sources import Told, newest_record
+from coordinator.console.report.sources import CrewEvents, newest_record
 from coordinator.console.report.timeline import Timelines
 from coordinator.console.report.values import seconds_of
 from coordinator.directory.layout import MASTER
@@ -21,7 +27,7 @@ TOGETHER = 3
 
 
 def timelines(
-    crews: Sequence[Told], status: dict[str, Any], lines: Sequence[dict[str, Any]]
+    crews: Sequence[CrewEvents], status: dict[str, Any], lines: Sequence[dict[str, Any]]
 ) -> list[list[Lanes]]:
     """Return the current iteration, the last finished one, and the slowest of the others; of two crews, the
     last iterations in one figure, a crew above the other.
@@ -59,7 +65,7 @@ def timelines(
 
 
 def _of_both(
-    crews: Sequence[Told], by_crew: Sequence[Timelines], title: str, shown: list[int]
+    crews: Sequence[CrewEvents], by_crew: Sequence[Timelines], title: str, shown: list[int]
 ) -> list[Lanes]:
     idle = [idle_fraction(crew.spans.values()) for crew in crews]
     # Where nobody waits, the one that trains has waited for the first groups.
@@ -70,17 +76,17 @@ def _of_both(
     ]
 
 
-def _nodes(crew: Told) -> dict[int, NodeTitle]:
+def _nodes(crew: CrewEvents) -> dict[int, NodeTitle]:
     return {rank: NodeTitle(crew.run_dir.name(rank), host) for rank, host in crew.hosts.items()}
 
 
-def _level(crews: Sequence[Told]) -> int:
+def _level(crews: Sequence[CrewEvents]) -> int:
     """Return cluster.max_async_level."""
     record = newest_record(crews[-1].run_dir)
     return dict(flatten(record.settings)).get("cluster.max_async_level", 0) if record else 0
 
 
-def comparison(crews: Sequence[Told]) -> list[str]:
+def comparison(crews: Sequence[CrewEvents]) -> list[str]:
     """Say for how much of its time each of two crews waited for the other, and what would balance them."""
     if len(crews) == 1:
         return []
@@ -98,6 +104,8 @@ def comparison(crews: Sequence[Told]) -> list[str]:
     )
     if rollout[0] is not None and train[0] is not None:
         sentences.append(
-            what_would_balance(Crew(rollout[0], rollout[1]), Crew(train[0], train[1]), _level(crews))
+            what_would_balance(
+                CrewFigures(rollout[0], rollout[1]), CrewFigures(train[0], train[1]), _level(crews)
+            )
         )
     return sentences

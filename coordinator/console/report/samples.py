@@ -63,14 +63,14 @@ class GroupText:
 
 
 @dataclass(frozen=True)
-class Reading:
+class IterationGroups:
     """The groups of an iteration; empty if its files are gone."""
 
     iteration: int
     groups: list[GroupText]
 
 
-def reading(run_dir: RunDir, iteration: int) -> Reading:
+def reading(run_dir: RunDir, iteration: int) -> IterationGroups:
     """Read the chosen groups of an iteration's training trajectories."""
     manifest = published.read_manifest(run_dir, "train", iteration) or {}
     means = numbers(manifest, "rewards")
@@ -82,7 +82,7 @@ def reading(run_dir: RunDir, iteration: int) -> Reading:
         for place, slot in chosen.items()
         if slot in lines
     ]
-    return Reading(iteration, groups)
+    return IterationGroups(iteration, groups)
 
 
 def chosen_slots(rewards: Mapping[str, float]) -> dict[str, int]:

@@ -36,7 +36,7 @@ class EventLines:
     """The names of files that could not be read."""
 
 
-class Told(NamedTuple):
+class CrewEvents(NamedTuple):
     """What the nodes of a crew have told of their time."""
 
     run_dir: RunDir
@@ -55,15 +55,15 @@ class Told(NamedTuple):
         return "" if self.run_dir.crew == "main" else self.run_dir.crew
 
 
-def read_crews(run_dirs: Sequence[RunDir]) -> list[Told]:
+def read_crews(run_dirs: Sequence[RunDir]) -> list[CrewEvents]:
     """Read what the nodes of each crew have told."""
-    crews: list[Told] = []
+    crews: list[CrewEvents] = []
     for run_dir in run_dirs:
         events = read_events(run_dir, BUDGET_BYTES // len(run_dirs))
         spans = {rank: spans_of(rank, lines) for rank, lines in events.lines.items()}
         if len(run_dirs) > 1:
             spans = {rank: with_idle(node_spans) for rank, node_spans in spans.items()}
-        crews.append(Told(run_dir, events, spans))
+        crews.append(CrewEvents(run_dir, events, spans))
     return crews
 
 

@@ -18,7 +18,7 @@ FILE = ".token"
 COOKIE = "flagpost"
 
 
-class Access:
+class TokenCheck:
     """Decides by a token, or by the cookie that stands for it in a browser."""
 
     def __init__(self, token: str) -> None:

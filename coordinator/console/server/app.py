@@ -11,12 +11,12 @@ from typing import Any
 from aiohttp import web
 
 from coordinator.console.server import jobs, submission
-from coordinator.console.server.access import COOKIE, Access
+from coordinator.console.server.access import COOKIE, TokenCheck
 from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.readings import (
-    Output,
-    Readings,
+    JobOutput,
+    JobReader,
     checkpoint_of,
     file_of_checkpoint,
     metrics_of,
@@ -54,13 +54,13 @@ class Service:
     """What a server goes by. It has no state: that is in `root`."""
 
     root: Path
-    access: Access
+    access: TokenCheck
     launcher: Launcher = field(default_factory=Launcher)
     allow_code: bool = False
     at_once: int = 1
     """At most so many jobs run at the same time; the others are `submitted`, in order."""
     max_body_bytes: int = 64 * 2**20
-    readings: Readings = field(default_factory=Readings)
+    readings: JobReader = field(default_factory=JobReader)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CHECKS))
 
@@ -191,7 +191,7 @@ class Service:
         job, lines = await self._job(request), max(1, min(number_of(request, "lines", 20), 10_000))
         rank = number_of(request, "rank", 0) if "rank" in request.query else None
         follow = request.query.get("follow", "0") not in {"", "0"}
-        output = await asyncio.to_thread(Output, job, rank)
+        output = await asyncio.to_thread(JobOutput, job, rank)
         text = await asyncio.to_thread(output.begin, lines)
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/plain; charset=utf-8"})
         await response.prepare(request)

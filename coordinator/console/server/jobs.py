@@ -33,7 +33,7 @@ from typing import Any
 from coordinator.console.server.client import TOKEN_VARIABLE
 from coordinator.console.server.launchers import Launcher
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS, STOP, TOLD
-from coordinator.console.server.starts import Conflict, Start
+from coordinator.console.server.starts import Conflict, JobStart
 from coordinator.console.server.submission import JOB_NAME, Submission
 from coordinator.directory import published
 from coordinator.machine.run_command import run_command
@@ -71,14 +71,14 @@ class Job:
         """Where the uploaded files are."""
         return self.folder / "files" / str(self.document["digest"])
 
-    def start(self) -> Start:
+    def start(self) -> JobStart:
         """Return the newest start, whether it has begun or not."""
         numbers = [1]
         for name in published.names(self.folder):
             match = _START.fullmatch(name)
             if match and ASKED in published.names(self.folder / name):
                 numbers.append(int(match[1]))
-        return Start(self.folder / f"start_{max(numbers):04d}")
+        return JobStart(self.folder / f"start_{max(numbers):04d}")
 
     def begin(self, launcher: Launcher) -> None:
         """Have the newest start begin, unless it has or is stopped. For any number of servers at once."""
@@ -87,10 +87,10 @@ class Job:
             return
         self._begin(start, launcher.command(self.log_path, self.document["options"], self.output()))
 
-    def guests(self) -> list[Start]:
+    def guests(self) -> list[JobStart]:
         """Return the guests that were asked for, the oldest first."""
         names = sorted(name for name in published.names(self.folder) if name.startswith("guest_"))
-        return [Start(self.folder / name) for name in names]
+        return [JobStart(self.folder / name) for name in names]
 
     def add_guest(self, after: int) -> None:
         """Have this machine be a guest of the job, which has had `after` guests; asking twice is once. A
@@ -99,11 +99,11 @@ class Job:
         guests = len(self.guests())
         if after not in {guests, guests - 1}:
             raise Conflict(f"{self.name} has had {guests} guests, not {after}")
-        guest = Start(self.folder / f"guest_{after + 1:04d}")
+        guest = JobStart(self.folder / f"guest_{after + 1:04d}")
         if not guest.has(PROCESS):
             self._begin(guest, run_command("guest", "--log-path", str(self.log_path)))
 
-    def _begin(self, start: Start, command: Sequence[str]) -> None:
+    def _begin(self, start: JobStart, command: Sequence[str]) -> None:
         files.make_directory(start.folder)
         process = subprocess.Popen(
             [
@@ -156,7 +156,7 @@ class Job:
         if now:
             start.signal(signal.SIGTERM)
 
-    def _ask_to_stop(self, start: Start) -> None:
+    def _ask_to_stop(self, start: JobStart) -> None:
         files.make_directory(start.folder)
         once.create_once(start.folder / STOP, _document({"token": secrets.token_hex(8)}))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.console.server.jobs import Job, UnknownJob
 from coordinator.console.server.runner import OUTPUT, PROCESS
-from coordinator.console.server.starts import Start
+from coordinator.console.server.starts import JobStart
 from coordinator.console.views import status_text
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.heartbeats import is_number
@@ -34,7 +34,7 @@ WORDS = 400
 """At most so many letters of what a run has said last."""
 
 
-class Readings:
+class JobReader:
     """Read the state of jobs; for any thread. What it remembers is only what saves reading it again."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _points(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     return curves
 
 
-def _guest(guest: Start) -> dict[str, Any]:
+def _guest(guest: JobStart) -> dict[str, Any]:
     code = guest.exit_code()
     state = "running" if guest.is_alive() is not False else "lost" if guest.has(PROCESS) else "submitted"
     state = state if code is None else OUTCOMES.get(code, "failed")
@@ -140,7 +140,7 @@ def _last_words(output: Path) -> str:
     return lines[-1][:WORDS] if lines else ""
 
 
-class Output:
+class JobOutput:
     """What the newest start of a job prints, or what one of its nodes does; for `logs`."""
 
     def __init__(self, job: Job, rank: int | None) -> None:

@@ -18,7 +18,7 @@ class Conflict(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """One start of a job, or of a guest of it."""
 
     folder: Path

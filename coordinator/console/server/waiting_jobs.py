@@ -8,7 +8,7 @@ from pathlib import Path
 from coordinator.console.server import jobs
 from coordinator.console.server.jobs import Job
 from coordinator.console.server.launchers import Launcher
-from coordinator.console.server.readings import Readings
+from coordinator.console.server.readings import JobReader
 from coordinator.console.server.runner import EXIT, PROCESS, STOP
 from coordinator.console.server.starts import Conflict
 
@@ -18,7 +18,7 @@ BEGIN_S = 10.0
 """How long a process may take to say that it was started, until the next job is looked at."""
 
 
-def begin_next(root: Path, launcher: Launcher, readings: Readings, at_once: int) -> None:
+def begin_next(root: Path, launcher: Launcher, readings: JobReader, at_once: int) -> None:
     """Start as many of the jobs that wait as may run, in order; tell the stopped ones."""
     going, waiting = 0, list[Job]()
     for job in jobs.all_jobs(root):
@@ -37,7 +37,7 @@ def begin_next(root: Path, launcher: Launcher, readings: Readings, at_once: int)
         readings.forget(job)
 
 
-def _look_after(job: Job, launcher: Launcher, readings: Readings) -> bool:
+def _look_after(job: Job, launcher: Launcher, readings: JobReader) -> bool:
     """Tell a job that was started if it is stopped; return whether it goes on."""
     try:
         job.tell_stop(launcher)

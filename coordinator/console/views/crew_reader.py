@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.console.views.crew_status import Said, Seen, has_left
+from coordinator.console.views.crew_status import CrewSnapshot, Said, has_left
 from coordinator.console.views.heartbeats import heartbeat_values
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import MASTER, RunDir
@@ -50,7 +50,7 @@ class CrewReader:
         self._first_beats: dict[int, Beat] = {}
         """The heartbeat of each rank that was read here first."""
 
-    def look(self) -> Seen:
+    def look(self) -> CrewSnapshot:
         """Return the crew as it shows itself now."""
         board = whole_board(self.run_dir, _names)
         record = self._records.newest(board.records)
@@ -68,7 +68,7 @@ class CrewReader:
         silent_s |= {rank: still_s[rank] for rank in changed - ended if rank in still_s}
         if record is not None:
             contents = _with_flags(board, record, settings, contents, gone)
-        return Seen(self.run_dir, board, record, settings, contents, gone, silent_s)
+        return CrewSnapshot(self.run_dir, board, record, settings, contents, gone, silent_s)
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
         """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""

@@ -30,7 +30,7 @@ def crew_dirs(root: Path) -> list[RunDir]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class CrewSnapshot:
     """A crew as it was seen at one moment."""
 
     run_dir: RunDir

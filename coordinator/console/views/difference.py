@@ -32,7 +32,7 @@ MEASURED = ("reward", "eval_reward", "length", "loss", "grad_norm", "entropy", "
 """What the lines of metrics.jsonl have in common where all else is equal; the rest is time."""
 
 
-class Parting(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference between two runs."""
 
     iteration: int
@@ -40,13 +40,13 @@ class Parting(NamedTuple):
     text: str
 
 
-class Compared(NamedTuple):
+class ComparedIterations(NamedTuple):
     """What has been compared of two runs; all lists are of iterations."""
 
     iterations: list[int]
     samples: list[int]
     weights: list[int]
-    parting: Parting | None
+    parting: FirstDifference | None
 
 
 def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
@@ -89,7 +89,7 @@ def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
             yield name, theirs[name]
 
 
-def compare(first: Run, second: Run, since: int = 1) -> Compared:
+def compare(first: Run, second: Run, since: int = 1) -> ComparedIterations:
     """Compare two runs iteration by iteration from `since` on, until they part. What one of them has not kept
     is left out.
     """
@@ -99,9 +99,9 @@ def compare(first: Run, second: Run, since: int = 1) -> Compared:
     }
     weights = set(published.checkpoints(first.run_dir)) & set(published.checkpoints(second.run_dir))
     lines = [{line["iteration"]: line for line in run.metrics()} for run in runs]
-    compared = Compared([], [], [], None)
+    compared = ComparedIterations([], [], [], None)
     for number in sorted(number for number in set(lines[0]) & set(lines[1]) if number >= since):
-        stages: list[Iterator[Parting]] = [_opening(number, *(_opened(run, number) for run in runs))]
+        stages: list[Iterator[FirstDifference]] = [_opening(number, *(_opened(run, number) for run in runs))]
         for kind in ROLLOUT_OF:
             if number in samples[kind]:
                 stages.append(_groups(number, kind, *(list(run.trajectories(number, kind)) for run in runs)))
@@ -120,18 +120,22 @@ def _opened(run: Run, iteration: int) -> Mapping[str, Any]:
     return published.read_json(run.run_dir.iteration_json(iteration)) or {}
 
 
-def _opening(iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Parting]:
+def _opening(
+    iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Iterator[FirstDifference]:
     if not first or not second:  # one of them is removed
         return
     before = first["policy_iteration"], second["policy_iteration"]
     if first["policy"] != second["policy"]:
         policies = f"{first['policy'][:12]} against {second['policy'][:12]}"
         which = f"of iteration {before[0]}" if before[0] == before[1] else "that sample"
-        yield Parting(iteration, Phase.ITERATION_START, f"the policies {which} are others: {policies}")
+        yield FirstDifference(
+            iteration, Phase.ITERATION_START, f"the policies {which} are others: {policies}"
+        )
     for name in OPENED:
         ours, theirs = first.get(name), second.get(name)
         if ours != theirs:
-            yield Parting(iteration, Phase.ITERATION_START, f"{name}: {_values(ours, theirs)}")
+            yield FirstDifference(iteration, Phase.ITERATION_START, f"{name}: {_values(ours, theirs)}")
 
 
 def _values(ours: Any, theirs: Any) -> str:
@@ -143,7 +147,7 @@ def _values(ours: Any, theirs: Any) -> str:
     return f"{left} against {right} in place {place}"
 
 
-def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group]) -> Iterator[Parting]:
+def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group]) -> Iterator[FirstDifference]:
     ours, theirs = ({group.slot: group for group in groups} for groups in (first, second))
     for slot in sorted(ours.keys() | theirs.keys()):
         if slot not in ours or slot not in theirs:
@@ -153,7 +157,7 @@ def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group])
             group = ours[slot]
             text = _of_group(group, theirs[slot])
         if text:
-            yield Parting(iteration, ROLLOUT_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
+            yield FirstDifference(iteration, ROLLOUT_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
 
 
 def logprobs_apart(ours: Iterable[Group], theirs: Iterable[Group]) -> float | None:
@@ -216,7 +220,7 @@ def _first_other(ours: NDArray[Any], theirs: NDArray[Any]) -> int | None:
     return None if ours.size == theirs.size else size
 
 
-def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[Parting]:
+def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[FirstDifference]:
     """Yield how two runs' batches of an iteration differ, then how the weights do; nothing if these are
     equal.
     """
@@ -226,12 +230,12 @@ def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[
         return
     if ours.batch_sha256 != theirs.batch_sha256 and not _same_sequences(iteration, first, second):
         batches = f"{ours.batch_sha256[:12]} against {theirs.batch_sha256[:12]}"
-        yield Parting(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
+        yield FirstDifference(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
     names = filter(is_part_of_model, ours.files.keys() | theirs.files.keys())
     for name in sorted(names, key=lambda name: (not name.endswith(".safetensors"), name)):  # weights first
         if ours.files.get(name) != theirs.files.get(name):
             text = _of_file(name, *(directory / name for directory in directories))
-            yield Parting(iteration, Phase.TRAINING, text)
+            yield FirstDifference(iteration, Phase.TRAINING, text)
 
 
 def _same_sequences(iteration: int, first: RunDir, second: RunDir) -> bool:
@@ -276,11 +280,13 @@ def tensor_places(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
     }
 
 
-def _measured(iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Parting]:
+def _measured(
+    iteration: int, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Iterator[FirstDifference]:
     for name in MEASURED:
         if first.get(name) != second.get(name):
             text = f"{name} {first.get(name)} against {second.get(name)} in metrics.jsonl"
-            yield Parting(iteration, Phase.ITERATION_END, text)
+            yield FirstDifference(iteration, Phase.ITERATION_END, text)
 
 
 def started_with(first: EpochRecord | None, second: EpochRecord | None) -> Iterator[str]:

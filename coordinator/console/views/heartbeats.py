@@ -21,7 +21,7 @@ class _Gpu(BaseModel):
     busy: Number | None = None
 
 
-class _Content(BaseModel):
+class _ShownHeartbeat(BaseModel):
     """The fields of a heartbeat that views show."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -53,7 +53,7 @@ class _Content(BaseModel):
 def heartbeat_values(run_dir: RunDir, beat: Beat) -> dict[str, Any]:
     """Return the fields that a beat has; {} if it is gone or damaged."""
     try:
-        return _Content.model_validate(read_beat(run_dir, beat)).model_dump(exclude_unset=True)
+        return _ShownHeartbeat.model_validate(read_beat(run_dir, beat)).model_dump(exclude_unset=True)
     except (ValidationError, RecursionError):  # the latter: of deeply nested JSON
         return {}
 

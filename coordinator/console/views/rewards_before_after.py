@@ -13,7 +13,7 @@ EXCERPT = 50
 
 
 @dataclass(frozen=True)
-class Change:
+class RewardChange:
     """A sample whose reward is another one now; None: the new reward has failed."""
 
     iteration: int
@@ -42,7 +42,7 @@ class BeforeAfter:
     """How many groups have nothing but equal rewards, before and after."""
     other_best: int = 0
     """How many groups have another best sample."""
-    changes: list[Change] = field(default_factory=list[Change])
+    changes: list[RewardChange] = field(default_factory=list[RewardChange])
 
     def add(self, group: Group, before: Sequence[float], after: Sequence[float | None]) -> None:
         """Take in the rewards of a group, one for each of its samples, of which it has one at least."""
@@ -54,7 +54,7 @@ class BeforeAfter:
         self.flat = [self.flat[0] + (len(set(before)) == 1), self.flat[1] + (len(set(known)) <= 1)]
         self.other_best += bool(known) and after[before.index(max(before))] != max(known)
         self.changes += [
-            Change(self.iteration, group.prompt, sample.text, old, new)
+            RewardChange(self.iteration, group.prompt, sample.text, old, new)
             for sample, old, new in zip(group.samples, before, after, strict=True)
             if old != new
         ]

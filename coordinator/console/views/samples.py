@@ -26,7 +26,7 @@ Order = Literal["spread", "best", "worst", "flat"]
 BOLD, PLAIN = "\033[1m", "\033[0m"
 
 
-class Chosen(NamedTuple):
+class ShownSample(NamedTuple):
     """A sample to show, and the group that it is of."""
 
     group: Group
@@ -40,7 +40,7 @@ def show_samples(root: Path, iteration: int | None, count: int, order: Order, ki
     run = Run(root)
     if iteration is None:
         iteration = max(run.collected(kind), default=1)
-    chosen = choose(list(run.trajectories(iteration, kind)), order)[:count]
+    chosen = choose_samples(list(run.trajectories(iteration, kind)), order)[:count]
     if not chosen:
         of_flat = " whose group has the same reward for all" if order == "flat" else ""
         raise SettingsError(f"{root}: iteration {iteration} has no {kind} sample{of_flat}")
@@ -58,15 +58,17 @@ def show_samples(root: Path, iteration: int | None, count: int, order: Order, ki
         close_tokenizer()
 
 
-def choose(groups: Sequence[Group], order: Order) -> list[Chosen]:
+def choose_samples(groups: Sequence[Group], order: Order) -> list[ShownSample]:
     """Return samples in the order to show them. spread: the first of each group, then the second, ...; flat:
     the first of each group whose samples all have the same reward.
     """
     if order == "flat":
         flat = [group for group in groups if len({sample.reward for sample in group.samples}) == 1]
-        return [Chosen(group, group.samples[0]) for group in flat if len(group.samples) > 1]
+        return [ShownSample(group, group.samples[0]) for group in flat if len(group.samples) > 1]
     rows = [
-        (number, Chosen(group, sample)) for group in groups for number, sample in enumerate(group.samples)
+        (number, ShownSample(group, sample))
+        for group in groups
+        for number, sample in enumerate(group.samples)
     ]
     if order == "spread":
         rows.sort(key=lambda row: row[0])

@@ -258,7 +258,7 @@ def show_until_interrupted(root: Path) -> None:
         threading.Event().wait()
 
 
-class _Above(io.TextIOBase):
+class _StreamAboveView(io.TextIOBase):
     """Replaces a stream of the process while a view is below its output."""
 
     def __init__(self, shown: LiveView, stream: TextIO) -> None:
@@ -284,13 +284,13 @@ def live_view(root: Path) -> Generator[None]:
         return
     stdout, stderr = sys.stdout, sys.stderr
     shown = LiveView(root, stderr)
-    above = _Above(shown, stderr)
+    above = _StreamAboveView(shown, stderr)
     handlers = _handlers_of(stderr)
     shown.start()
     for handler in handlers:
         handler.setStream(above)
     sys.stderr = above
-    sys.stdout = _Above(shown, stdout) if stdout.isatty() else stdout
+    sys.stdout = _StreamAboveView(shown, stdout) if stdout.isatty() else stdout
     try:
         yield
     finally:

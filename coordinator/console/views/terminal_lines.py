@@ -29,7 +29,7 @@ STATES = {"alive": "green", "left": "red", "silent": "red", "never_seen": "yello
 
 
 @dataclass(frozen=True)
-class Signs:
+class TerminalCharacters:
     """The characters that a terminal can show."""
 
     done: str
@@ -37,8 +37,8 @@ class Signs:
     levels: str
 
 
-UNICODE = Signs("━", "─", "▁▂▃▄▅▆▇█")
-ASCII = Signs("#", ".", "_.-=+*#@")
+UNICODE = TerminalCharacters("━", "─", "▁▂▃▄▅▆▇█")
+ASCII = TerminalCharacters("#", ".", "_.-=+*#@")
 
 
 def view(
@@ -50,7 +50,7 @@ def view(
     height: int,
     shown: Collection[str] = (),
     note: str = "",
-    signs: Signs = UNICODE,
+    signs: TerminalCharacters = UNICODE,
 ) -> list[Text]:
     """Return lines of at most `width` cells and, if that leaves room for a node, at most `height` rows.
 
@@ -111,7 +111,9 @@ def _state(node: Node, going: bool) -> tuple[str, str]:
     return state.replace("_", " "), STATES[state]
 
 
-def _table(status: Status, width: int, room: int, names: Collection[str], signs: Signs) -> list[Text]:
+def _table(
+    status: Status, width: int, room: int, names: Collection[str], signs: TerminalCharacters
+) -> list[Text]:
     """Return the head and one line per node; without room for all, first the nodes that need attention."""
     nodes = words.nodes_of(status)
     rest: list[Node] = []
@@ -177,7 +179,7 @@ def _aligned(name: str, cells: Sequence[Text], right: bool = False) -> list[Text
     return padded
 
 
-def _bar(node: Node, cells: int, signs: Signs) -> Text:
+def _bar(node: Node, cells: int, signs: TerminalCharacters) -> Text:
     counted = "samples" if node["samples_assigned"] else "tasks"
     total = node[f"{counted}_assigned"]
     if "/" not in words.tasks(node):
@@ -186,7 +188,7 @@ def _bar(node: Node, cells: int, signs: Signs) -> Text:
     return Text.assemble((signs.done * done, "green"), (signs.open * (cells - done), "dim"))
 
 
-def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: Signs) -> list[Text]:
+def _rewards(lines: Sequence[dict[str, Any]], width: int, signs: TerminalCharacters) -> list[Text]:
     """`reward 0.412 ▁▂▄▆█ 0.953   evaluation 0.930 ± 0.022 in iteration 9`; nothing before a reward."""
     rewards = [line["reward"] for line in lines if is_number(line.get("reward"))]
     last = next((line for line in reversed(lines) if scores(line)), None)

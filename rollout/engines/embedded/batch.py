@@ -17,7 +17,7 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 from rollout.counter_rng import uniforms
-from rollout.engines.embedded.picture_input import Shown
+from rollout.engines.embedded.picture_input import ShownPicture
 from rollout.engines.embedded.routes import Routes, routes_of
 
 GREEDY_BELOW = 1e-5
@@ -45,22 +45,22 @@ class Generation:
     top_k: int = 0
     """The most likely tokens that are drawn from; 0: all tokens."""
     min_p: float = 0.0
-    pictures: Sequence[tuple[Shown, int]] = ()
+    pictures: Sequence[tuple[ShownPicture, int]] = ()
     """The pictures of the prompt, each with the place of its first token."""
     skip_special: bool = True
     """Whether special tokens are left out of the text, also where stop strings are searched."""
     with_routes: bool = False
     """Whether the routes of its tokens are recorded."""
-    future: "Future[list[Row]]" = field(default_factory=Future)
-    rows: "list[Row]" = field(init=False)
+    future: "Future[list[SampleInProgress]]" = field(default_factory=Future)
+    rows: "list[SampleInProgress]" = field(init=False)
     started: bool = False
 
     def __post_init__(self) -> None:
-        self.rows = [Row(self, j) for j in range(self.n)]
+        self.rows = [SampleInProgress(self, j) for j in range(self.n)]
 
 
 @dataclass(eq=False)
-class Row:
+class SampleInProgress:
     """A sample that is being generated. `finish_reason` is None until it is finished."""
 
     generation: Generation
@@ -83,13 +83,13 @@ class Batch(ABC):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.rows: list[Row] = []
+        self.rows: list[SampleInProgress] = []
         self._routes: Routes | None = None
         """Once a row asks for its routes."""
         self._set_row_tensors()
 
     @abstractmethod
-    def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+    def join(self, rows: Sequence[SampleInProgress]) -> tuple[list[int], list[float]]:
         """Add new rows at the end of `rows`, in any order, and draw the first token of each. Returns token
         ids and log-probabilities, in the order of the rows. The caller goes on as after `step`.
         """
@@ -111,12 +111,12 @@ class Batch(ABC):
         logprobs = log_softmax(self.model(input_ids=ids[None], use_cache=False).logits[0, :-1].double(), -1)
         return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
 
-    def _watch_routes(self, rows: Sequence[Row]) -> None:
+    def _watch_routes(self, rows: Sequence[SampleInProgress]) -> None:
         """Record routes from now on if these rows, which will join, ask for theirs, and there are any."""
         if any(row.generation.with_routes for row in rows) and routes_of(self.model).layers:
             self._routes = routes_of(self.model)
 
-    def _keep_routes(self, rows: Sequence[Row], numbers: Sequence[int], columns: int) -> None:
+    def _keep_routes(self, rows: Sequence[SampleInProgress], numbers: Sequence[int], columns: int) -> None:
         """Add the routes of the last call, of rows with so many columns, to what these rows have: `numbers`
         says which of the call's rows each is.
         """
@@ -134,7 +134,7 @@ class Batch(ABC):
         u = torch.from_numpy(uniforms(self._seeds[begin:], self._drawn[begin:]))
         logits, temperature = logits.double(), self._temperature[begin:]
         narrowed = self._top_p[begin:], self._top_k[begin:], self._min_p[begin:]
-        tokens, logprobs = draw(logits, temperature, u, *narrowed)
+        tokens, logprobs = draw_tokens(logits, temperature, u, *narrowed)
         self._next[begin:] = tokens
         self._drawn[begin:] += np.uint64(1)
         return tokens.tolist(), logprobs.tolist()
@@ -153,9 +153,9 @@ class Batch(ABC):
         self._min_p = torch.tensor([g.min_p for g in generations], dtype=torch.float64)
 
 
-def prefill_chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def prefill_chunks(rows: Sequence[SampleInProgress]) -> Iterator[list[SampleInProgress]]:
     """The rows, sorted by the length of their prompts, in chunks of at most PREFILL_TOKENS."""
-    chunk: list[Row] = []
+    chunk: list[SampleInProgress] = []
     prompts: set[Generation] = set()
     for row in sorted(rows, key=lambda row: len(row.generation.prompt_ids)):
         prompts.add(row.generation)
@@ -167,7 +167,7 @@ def prefill_chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def draw(
+def draw_tokens(
     logits: Tensor, temperature: Tensor, u: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw token ids and log-probabilities, (B,) each, from logits (B, V) and per-row settings (B,), all

@@ -14,10 +14,10 @@ from torch.nn.functional import log_softmax
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rollout.engines.embedded.batch import Batch, Generation, Row
+from rollout.engines.embedded.batch import Batch, Generation, SampleInProgress
 from rollout.engines.embedded.cohorts import Cohorts
 from rollout.engines.embedded.padded import PaddedBatch
-from rollout.engines.embedded.picture_input import Placed, Shown, with_pictures
+from rollout.engines.embedded.picture_input import PlacedPictures, ShownPicture, with_pictures
 from rollout.engines.short_model import short_model, short_windows
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _pads_well(model: PreTrainedModel) -> bool:
         return is_shorter and _agrees(model, PaddedBatch)
 
 
-def why_no_pictures(model: PreTrainedModel, example: Shown) -> str:
+def why_no_pictures(model: PreTrainedModel, example: ShownPicture) -> str:
     """Return why rows with a picture cannot be decoded together in a PaddedBatch; empty if they can."""
     if not hasattr(model.base_model, "get_image_features"):
         return f"a {type(model).__name__} has no part for them"
@@ -87,7 +87,7 @@ def _agrees(model: PreTrainedModel, make: BatchMaker) -> bool:
     return not _trouble(model, make)
 
 
-def _trouble(model: PreTrainedModel, make: BatchMaker, picture: Shown | None = None) -> str:
+def _trouble(model: PreTrainedModel, make: BatchMaker, picture: ShownPicture | None = None) -> str:
     """Return empty if rows that join and leave such a batch get the log-probabilities of plain forward
     passes, else why not. `picture`: shown in each second prompt.
     """
@@ -107,7 +107,7 @@ def _trouble(model: PreTrainedModel, make: BatchMaker, picture: Shown | None = N
         return " ".join(f"{type(error).__name__}: {error}".split())[:_SAID]
 
 
-def _generate(batch: Batch, prompts: list[list[int]], picture: Shown | None) -> list[Row]:
+def _generate(batch: Batch, prompts: list[list[int]], picture: ShownPicture | None) -> list[SampleInProgress]:
     """Generate two rows of each prompt, of different lengths; the last prompt joins the others midway."""
     *first, last = [
         Generation(
@@ -152,7 +152,7 @@ def _logprobs(model: PreTrainedModel, ids: list[int], generation: Generation | N
     if generation is None or not generation.pictures:
         return log_softmax(model(**inputs, use_cache=False).logits[0].double(), -1)
     places = torch.arange(len(ids))[None]
-    pictures = Placed(generation.pictures, answers=places >= len(generation.prompt_ids))
+    pictures = PlacedPictures(generation.pictures, answers=places >= len(generation.prompt_ids))
     inputs["position_ids"] = places
     with with_pictures(model.base_model, inputs, pictures, model.dtype) as inputs:
         return log_softmax(model(**inputs, use_cache=False).logits[0].double(), -1)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from rollout.engines.embedded.batch import Batch, Row, prefill_chunks
+from rollout.engines.embedded.batch import Batch, SampleInProgress, prefill_chunks
 
 
 @dataclass
 class _Cohort:
     """Rows that joined together with prompts of one length, so that they have one length for ever."""
 
-    rows: list[Row]
+    rows: list[SampleInProgress]
     cache: Cache | None
     """What the model remembers of the rows, in their order. None: it computes the whole rows anew."""
 
@@ -39,7 +39,7 @@ class Cohorts(Batch):
         self._cache_name = "cache_params" if "cache_params" in self._arguments else "past_key_values"
         self._cohorts: list[_Cohort] = []
 
-    def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+    def join(self, rows: Sequence[SampleInProgress]) -> tuple[list[int], list[float]]:
         begin, logits = len(self.rows), list[Tensor]()
         groups = [
             list(group)

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rollout.engines.embedded.batch import Row
+from rollout.engines.embedded.batch import SampleInProgress
 from rollout.engines.model_dir import PathLike
 from rollout.engines.special_tokens import read_special_tokens
 
@@ -20,7 +20,7 @@ class Endings:
         # The classes of transformers have defaults of other models where a configuration is silent.
         self._end_ids = {*read_special_tokens(Path(model_dir)).end_ids, self._tokenizer.eos_token_id}
 
-    def finish_reason(self, row: Row) -> str | None:
+    def finish_reason(self, row: SampleInProgress) -> str | None:
         """Return why the row ends with its last token, and note in the row what has stopped it; None: it
         goes on.
         """
@@ -41,7 +41,7 @@ def in_front(tokenizer: Any) -> list[int]:
     return tokenizer.encode("0", add_special_tokens=False)
 
 
-def completed_stop_string(row: Row, tokenizer: Any, before: list[int]) -> str | None:
+def completed_stop_string(row: SampleInProgress, tokenizer: Any, before: list[int]) -> str | None:
     """Return the stop string that the last token has completed. `before`: see `in_front`."""
     # A token may be one byte of a UTF-8 character, so four tokens a character and a few for the
     # tokenizer's context are enough. Earlier steps have looked at earlier tokens.

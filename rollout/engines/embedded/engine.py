@@ -19,11 +19,11 @@ import torch
 
 from rollout.engines.content import Proof, WrongContent, module_sums, saved_sums
 from rollout.engines.embedded.adapter import MergedAdapter
-from rollout.engines.embedded.batch import Generation, Row
+from rollout.engines.embedded.batch import Generation, SampleInProgress
 from rollout.engines.embedded.batch_choice import batch_maker, why_no_pictures
 from rollout.engines.embedded.endings import Endings
 from rollout.engines.embedded.padded import PaddedBatch
-from rollout.engines.embedded.picture_input import Shown
+from rollout.engines.embedded.picture_input import ShownPicture
 from rollout.engines.embedded.weights import ModelWeights
 from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import most_tokens, steady_tokens
@@ -44,7 +44,7 @@ class EngineBusy(RuntimeError):
     """Requests are running: pause first."""
 
 
-class TorchEngine(threading.Thread):
+class EmbeddedEngine(threading.Thread):
     """Call `start()` first. Any thread may call the methods, which return futures."""
 
     def __init__(self, model_dir: PathLike, *, dtype: torch.dtype, max_batch: int) -> None:
@@ -66,7 +66,7 @@ class TorchEngine(threading.Thread):
         self._adapter = MergedAdapter(model)
         self._takes_no_pictures: str | None = None
         """Why, once it has been tried."""
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[SampleInProgress] = deque()
         self._paused = False
         self._drained: list[Future[None]] = []
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class TorchEngine(threading.Thread):
     def healthy(self) -> bool:
         return self._failure is None and self.is_alive()
 
-    def submit(self, generation: Generation) -> "Future[list[Row]]":
+    def submit(self, generation: Generation) -> "Future[list[SampleInProgress]]":
         """Queue a request, first come first served. Its future may fail with EngineStopped."""
         self._post(lambda: self._waiting.extend(generation.rows), generation.future)
         return generation.future
@@ -113,7 +113,7 @@ class TorchEngine(threading.Thread):
         """Logprobs, at temperature 1, of `token_ids[1:]`."""
         return self._call(lambda: self._batch.prompt_logprobs(token_ids))
 
-    def why_no_pictures(self, example: Shown) -> "Future[str]":
+    def why_no_pictures(self, example: ShownPicture) -> "Future[str]":
         """Why the model cannot be shown pictures, found out by this one; empty if it can."""
         return self._call(lambda: self._why_no_pictures(example))
 
@@ -179,7 +179,7 @@ class TorchEngine(threading.Thread):
         # A prefill costs as much as a step: if more rows wait than fit, wait until several places are free.
         if len(self._waiting) > free and free < self.max_batch // 8:
             return
-        rows: list[Row] = []
+        rows: list[SampleInProgress] = []
         while len(rows) < free and self._may_start_next():
             row = self._waiting.popleft()
             if not row.generation.future.cancelled():
@@ -238,7 +238,7 @@ class TorchEngine(threading.Thread):
         self.model_dir = model_dir
         self._batch, self._adapter = self._batch_maker(model), MergedAdapter(model)
 
-    def _why_no_pictures(self, example: Shown) -> str:
+    def _why_no_pictures(self, example: ShownPicture) -> str:
         if self._takes_no_pictures is None:
             padding = "" if self._batch_maker is PaddedBatch else "padding changes the logits of its words"
             self._takes_no_pictures = padding or why_no_pictures(self._batch.model, example)

@@ -132,16 +132,16 @@ def tokenizing() -> Callable[[str, str, dict[str, Any]], dict[str, Any] | str]:
     missing: Any = None
     sys.modules["torch"] = missing  # transformers works without it; loading it takes seconds and memory
     from rollout.engines.embedded.protocol import DetokenizeBody, TokenizeBody
-    from rollout.engines.embedded.text import Texts
+    from rollout.engines.embedded.text import TextTokenizer
 
-    loaded: dict[str, Texts] = {}
+    loaded: dict[str, TextTokenizer] = {}
 
     def answer(model_dir: str, path: str, body: dict[str, Any]) -> dict[str, Any] | str:
         document = json.dumps(body).encode()
         if model_dir not in loaded:
             with copied(model_dir, companions(model_dir)) as copy:
                 try:
-                    loaded[model_dir] = Texts(copy, model_dir)
+                    loaded[model_dir] = TextTokenizer(copy, model_dir)
                 except Exception as error:  # of files, of a missing library, of code that is not run
                     reason = " ".join(str(error).replace(str(copy), model_dir).split())
                     has_pieces = (copy / "tokenizer.model").exists()

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from rollout.engines.embedded.batch import Batch, Row, prefill_chunks
-from rollout.engines.embedded.picture_input import Placed, Shown, with_pictures
+from rollout.engines.embedded.batch import Batch, SampleInProgress, prefill_chunks
+from rollout.engines.embedded.picture_input import PlacedPictures, ShownPicture, with_pictures
 
 
 class PaddedBatch(Batch):
@@ -24,7 +24,7 @@ class PaddedBatch(Batch):
         super().__init__(model)
         self._clear()
 
-    def join(self, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
+    def join(self, rows: Sequence[SampleInProgress]) -> tuple[list[int], list[float]]:
         begin, logits = len(self.rows), list[Tensor]()
         chunks = list(prefill_chunks(rows))
         self._watch_routes(rows)
@@ -72,7 +72,7 @@ class PaddedBatch(Batch):
         self._keep_routes(self.rows, range(len(self.rows)), 1)
         return self._draw(0, output.logits[:, -1])
 
-    def _prefill(self, rows: Sequence[Row]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
+    def _prefill(self, rows: Sequence[SampleInProgress]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
         """Cache and mask of the rows' prompts, the position of the token behind each (rows,), and the last
         logits (rows, V). Each prompt is computed once for all its rows.
         """
@@ -82,7 +82,7 @@ class PaddedBatch(Batch):
         width = max(len(generation.prompt_ids) for generation in number_of)
         ids = torch.zeros(len(number_of), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        shown: list[tuple[Shown, int]] = []
+        shown: list[tuple[ShownPicture, int]] = []
         for generation, g in number_of.items():
             begin = width - len(generation.prompt_ids)
             ids[g, begin:] = torch.tensor(generation.prompt_ids, dtype=torch.long)
@@ -90,7 +90,7 @@ class PaddedBatch(Batch):
             shown += [(picture, g * width + begin + at) for picture, at in generation.pictures]
         cache = DynamicCache()
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        with with_pictures(self.model.base_model, inputs, Placed(shown), self.model.dtype) as inputs:
+        with with_pictures(self.model.base_model, inputs, PlacedPictures(shown), self.model.dtype) as inputs:
             output = self.model(
                 **inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
             )

@@ -37,7 +37,7 @@ class PictureMismatch(ValueError):
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownPicture:
     """A picture as the model takes it."""
 
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class PictureReader:
         self.placeholder: int = self._processor.image_token_id
         """Stands for a picture in a prompt."""
         self._feature_token = feature_token(Path(model_dir))
-        self._remembered: OrderedDict[str, Shown] = OrderedDict()
+        self._remembered: OrderedDict[str, ShownPicture] = OrderedDict()
         self._bytes = 0
         self._look_at_it()
 
@@ -95,7 +95,7 @@ class PictureReader:
             return_tensors="pt",
         )
 
-    def read(self, data: bytes) -> Shown:
+    def read(self, data: bytes) -> ShownPicture:
         """Return the picture of these bytes, which has been checked (rollout.pictures)."""
         digest = digest_of(data)
         if (shown := self.remembered(digest)) is not None:
@@ -107,35 +107,37 @@ class PictureReader:
             self._bytes -= _bytes(self._remembered.popitem(last=False)[1])
         return shown
 
-    def shown(self, picture: Any) -> Shown:
+    def shown(self, picture: Any) -> ShownPicture:
         """Return a picture of Pillow as the model takes it."""
         inputs = self._processed([picture])
         token_ids = inputs["input_ids"][0].tolist()
         token_ids = tuple(token_ids[: len(token_ids) - self._added])
         features = tuple(k for k, token in enumerate(token_ids) if token == self._feature_token)
         tensors = {name: tensor.movedim(self._axes[name], 0) for name, tensor in _tensors(inputs).items()}
-        return Shown(token_ids, features, tensors, self._marks_answers)
+        return ShownPicture(token_ids, features, tensors, self._marks_answers)
 
     @functools.cached_property
-    def example(self) -> Shown:
+    def example(self) -> ShownPicture:
         """A picture to try the model with."""
         from PIL import Image
 
         return self.shown(Image.linear_gradient("L").resize((64, 48)).convert("RGB"))
 
-    def remembered(self, digest: str) -> Shown | None:
+    def remembered(self, digest: str) -> ShownPicture | None:
         """Return a picture that has been read not long ago."""
         if digest in self._remembered:
             self._remembered.move_to_end(digest)
         return self._remembered.get(digest)
 
-    def expanded(self, token_ids: Sequence[int], pictures: Sequence[Shown]) -> tuple[list[int], list[range]]:
+    def expanded(
+        self, token_ids: Sequence[int], pictures: Sequence[ShownPicture]
+    ) -> tuple[list[int], list[range]]:
         """Return the tokens with each placeholder as what its picture becomes, and where those tokens are.
         PictureMismatch if there are not as many placeholders as pictures.
         """
         if (count := list(token_ids).count(self.placeholder)) != len(pictures):
             raise PictureMismatch(f"{count} placeholders for {len(pictures)} pictures")
-        waiting: Iterator[Shown] = iter(pictures)
+        waiting: Iterator[ShownPicture] = iter(pictures)
         expanded, places = list[int](), list[range]()
         for token in token_ids:
             if token == self.placeholder:
@@ -166,21 +168,21 @@ def _tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if name not in _OF_TEXT and torch.is_tensor(value)}
 
 
-def _bytes(shown: Shown) -> int:
+def _bytes(shown: ShownPicture) -> int:
     return sum(tensor.nbytes for tensor in shown.tensors.values())
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPictures:
     """Pictures in rows of tokens, in the order of their places."""
 
-    pictures: Sequence[tuple[Shown, int]]
+    pictures: Sequence[tuple[ShownPicture, int]]
     """Each with the place of its first token in the flattened rows."""
     segments: Tensor | None = None
     """(2, rows, columns): see Microbatch; None: a sequence begins where the position is 0."""
     answers: Tensor | None = None
     """(rows, columns) where tokens are no prompt; None: nowhere."""
-    blank: Shown | None = None
+    blank: ShownPicture | None = None
     """A picture for rows without any, which has no place: if the layers are sharded, all ranks gather those
     that look at pictures."""
 
@@ -218,7 +220,7 @@ def picture_tensors(shown: Mapping[str, Tensor], device: Any, dtype: torch.dtype
 
 @contextmanager
 def with_pictures(
-    model: Any, inputs: Mapping[str, Any], pictures: Placed, dtype: torch.dtype
+    model: Any, inputs: Mapping[str, Any], pictures: PlacedPictures, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
     """Give what the whole model takes of rows with pictures, from what its decoder takes of the rows. Inside,
     a placeholder elsewhere is embedded as any token. `model`: what has the towers and the decoder.
@@ -254,7 +256,7 @@ def with_pictures(
         hook.remove()
 
 
-def spread_positions(model: Any, position_ids: Tensor, pictures: Placed | None = None) -> Tensor:
+def spread_positions(model: Any, position_ids: Tensor, pictures: PlacedPictures | None = None) -> Tensor:
     """Return the positions (rows, columns) as the model takes them: if it has several for each token, (1 + 3,
     rows, columns), the first of which keep sequences apart. A picture takes as many as it is wide or high.
     """
@@ -277,7 +279,7 @@ def spread_positions(model: Any, position_ids: Tensor, pictures: Placed | None =
     return torch.cat([position_ids[None], spread])
 
 
-def _own_positions(model: Any, shown: Shown) -> Tensor:
+def _own_positions(model: Any, shown: ShownPicture) -> Tensor:
     """Return the positions of a picture's tokens, (3, tokens), if it stands first."""
     types = torch.zeros(1, len(shown.token_ids), dtype=torch.long)
     types[0, list(shown.features)] = 1

@@ -4,8 +4,8 @@ import threading
 from pathlib import Path
 
 from rollout.engines.bodies import BadRequest
-from rollout.engines.embedded.engine import TorchEngine
-from rollout.engines.embedded.picture_input import PictureMismatch, PictureReader, Shown
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.picture_input import PictureMismatch, PictureReader, ShownPicture
 from rollout.engines.embedded.protocol import CompletionBody, pictures_of
 from rollout.engines.model_facts import has_processor, takes_pictures
 
@@ -16,14 +16,16 @@ _SAID = 300
 class PicturesOfRequests:
     """The processor of an engine's model, loaded with the first picture. Any thread may use it."""
 
-    def __init__(self, engine: TorchEngine, model_dir: str) -> None:
+    def __init__(self, engine: EmbeddedEngine, model_dir: str) -> None:
         """`model_dir`: what messages call the model."""
         self._engine = engine
         self._model_dir = model_dir
         self._reader: PictureReader | None = None
         self._lock = threading.Lock()
 
-    def shown(self, prompt_ids: list[int], body: CompletionBody) -> tuple[list[int], list[tuple[Shown, int]]]:
+    def shown(
+        self, prompt_ids: list[int], body: CompletionBody
+    ) -> tuple[list[int], list[tuple[ShownPicture, int]]]:
         """Return the prompt with its pictures' tokens, and each picture with the place of its first token."""
         pictures = pictures_of(body)
         with self._lock:

@@ -24,7 +24,7 @@ class Routes:
         self.replayed: Tensor | None = None
         """(tokens, layers with experts x experts of a token); below 0: the token's own."""
         self._taken: list[Tensor] = []
-        self._open: list[_Watch] = []
+        self._open: list[_RouterHook] = []
         for block in model.modules():
             children = dict(block.named_children())
             router = children.get("router", children.get("gate"))
@@ -57,14 +57,14 @@ class Routes:
         return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
     def _enter(self, layer: int, experts: int, *_: Any) -> None:
-        self._open.append(_Watch(self, layer, experts))
+        self._open.append(_RouterHook(self, layer, experts))
         self._open[-1].__enter__()
 
     def _leave(self, *_: Any) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
-class _Watch(TorchFunctionMode):
+class _RouterHook(TorchFunctionMode):
     """Inside the context the topk of a layer's router is what `Routes.choose` returns."""
 
     def __init__(self, routes: Routes, layer: int, experts: int) -> None:

@@ -26,11 +26,11 @@ from rollout.engines.answers import LOOPBACK, UNIX
 from rollout.engines.bodies import AnyBody, BadRequest, error_body, parse_body
 from rollout.engines.content import WrongContent
 from rollout.engines.embedded import protocol
-from rollout.engines.embedded.batch import Generation, Row
-from rollout.engines.embedded.engine import EngineBusy, EngineStopped, TorchEngine
-from rollout.engines.embedded.picture_input import Shown
+from rollout.engines.embedded.batch import Generation, SampleInProgress
+from rollout.engines.embedded.engine import EmbeddedEngine, EngineBusy, EngineStopped
+from rollout.engines.embedded.picture_input import ShownPicture
 from rollout.engines.embedded.pictures_of_requests import PicturesOfRequests
-from rollout.engines.embedded.text import Texts
+from rollout.engines.embedded.text import TextTokenizer
 from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
 
@@ -40,17 +40,17 @@ _MEMORY = frozenset({"weights", "kv_cache"})
 """What can sleep. Sleeping frees nothing here, because there is no GPU."""
 
 
-class Server:
+class EmbeddedServer:
     """Serves one engine over HTTP."""
 
-    def __init__(self, engine: TorchEngine, model_dir: str, weight_version: str) -> None:
+    def __init__(self, engine: EmbeddedEngine, model_dir: str, weight_version: str) -> None:
         self._engine = engine
         self._model_dir = model_dir
         self._weight_version = weight_version
         self._asleep: set[str] = set()
         self._adapter: str | None = None
         """The name of the adapter that is merged into the weights."""
-        self._texts = Texts(model_dir)
+        self._texts = TextTokenizer(model_dir)
         self._pictures = PicturesOfRequests(engine, model_dir)
 
     def app(self) -> web.Application:
@@ -91,7 +91,7 @@ class Server:
             raise web.HTTPNotFound(text=f"Only `{self._adapter}` is served: it is merged into the weights.")
         protocol.check_completion(body)
         prompts = body.prompts(lambda text: self._texts.encode(text, body.add_special_tokens))
-        shown: list[tuple[Shown, int]] = []
+        shown: list[tuple[ShownPicture, int]] = []
         if body.content_parts:
             prompts[0], shown = await asyncio.to_thread(self._pictures.shown, prompts[0], body)
         seed = protocol.new_seed() if body.seed is None else body.seed
@@ -228,7 +228,7 @@ class Server:
         return protocol.prompt_logprobs_body(prompt_ids, self._texts.of_each(prompt_ids), logprobs)
 
     def _choice(
-        self, row: Row, body: protocol.CompletionBody, prompt_logprobs: list[Any] | None
+        self, row: SampleInProgress, body: protocol.CompletionBody, prompt_logprobs: list[Any] | None
     ) -> dict[str, Any]:
         prompt_ids = row.generation.prompt_ids
         with_ids = bool(body.return_token_ids)
@@ -272,8 +272,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     transformers_logging.disable_progress_bar()
     try:
-        engine = TorchEngine(args.model, dtype=getattr(torch, args.dtype), max_batch=args.max_batch)
-        server = Server(engine, args.model, args.weight_version)
+        engine = EmbeddedEngine(args.model, dtype=getattr(torch, args.dtype), max_batch=args.max_batch)
+        server = EmbeddedServer(engine, args.model, args.weight_version)
         engine.start()
         asyncio.run(_serve(server, args))
     except (WeightsError, OSError) as error:
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def _serve(server: Server, args: argparse.Namespace) -> None:
+async def _serve(server: EmbeddedServer, args: argparse.Namespace) -> None:
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     # It has no authentication. As many as are in flight may connect at once.

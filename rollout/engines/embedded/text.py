@@ -18,13 +18,13 @@ from rollout.engines.model_facts import placeholder
 from rollout.pictures import pictures_in
 
 if TYPE_CHECKING:  # a tokenizer needs no torch
-    from rollout.engines.embedded.batch import Row
+    from rollout.engines.embedded.batch import SampleInProgress
 
 _CONTEXT_TOKENS = 6
 """Prompt tokens decoded with a completion: some tokenizers decode the first token of a text differently."""
 
 
-class Texts:
+class TextTokenizer:
     """The tokenizer of one model. Used by one thread."""
 
     def __init__(self, model_dir: PathLike, name: str = "") -> None:
@@ -105,7 +105,7 @@ class Texts:
         """Return the text of token ids, with special tokens."""
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
-    def completion(self, row: "Row") -> str:
+    def completion(self, row: "SampleInProgress") -> str:
         """Return the text that a finished row adds to the whole characters of its prompt, up to what has
         ended it.
         """

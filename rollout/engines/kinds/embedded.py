@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from rollout.engines.kinds.kind import EngineKind, Server, ServerSettingError
+from rollout.engines.kinds.kind import EngineKind, ServerCommand, ServerSettingError
 from rollout.engines.model_dir import PathLike, is_adapter, read_json, tensor_names
 from rollout.engines.model_facts import context_tokens
 from rollout.environment_variables import cores, omp_threads
@@ -78,12 +78,12 @@ class Embedded(EngineKind):
 
     def command(
         self, model_dir: PathLike, socket: PathLike, lora_rank: int = 0, gpu_bytes: float | None = None
-    ) -> Server:
+    ) -> ServerCommand:
         argv = [self.python, "-P", "-m", "rollout.engines.embedded.server", "--model", os.fspath(model_dir)]
         argv += ["--uds", os.fspath(socket)]
         argv += ["--dtype", self.settings.dtype, "--max-batch", str(self.settings.max_batch)]
         # Waiting threads sleep; spinning, they would take the cores from the processes that use the answers.
         threads = os.environ["OMP_NUM_THREADS"] if omp_threads(os.environ) else f"{cores()}"
-        return Server(
+        return ServerCommand(
             argv, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": threads}
         )

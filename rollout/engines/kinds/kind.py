@@ -32,7 +32,7 @@ class ServerSettingError(ValueError):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerCommand:
     """How a server is started, and its properties."""
 
     argv: list[str]
@@ -90,7 +90,7 @@ class EngineKind:
 
     def command(
         self, model_dir: PathLike, socket: PathLike, lora_rank: int = 0, gpu_bytes: float | None = None
-    ) -> Server:
+    ) -> ServerCommand:
         """Return a server of `model_dir` that listens on a Unix socket.
 
         `socket`: its path, in a directory that no other user can enter, because every client can load
@@ -104,6 +104,6 @@ class EngineKind:
         """Return the administration of its server at `url`."""
         return EngineAdmin(url)
 
-    def facts(self, admin: EngineAdmin, server: Server | None) -> EngineFacts:
+    def facts(self, admin: EngineAdmin, server: ServerCommand | None) -> EngineFacts:
         """Return the facts of its server, which answers; `server`: as it was started here."""
         return admin.facts()

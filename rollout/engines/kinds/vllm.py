@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.engines.admin import EXTENSION, EngineAdmin
 from rollout.engines.answers import LOOPBACK, EngineFacts
-from rollout.engines.kinds.kind import EngineKind, Server, ServerSettingError
+from rollout.engines.kinds.kind import EngineKind, ServerCommand, ServerSettingError
 from rollout.engines.kinds.vllm_installed import is_distribution, is_importable
 from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import (
@@ -161,7 +161,7 @@ class Vllm(EngineKind):
 
     def command(
         self, model_dir: PathLike, socket: PathLike, lora_rank: int = 0, gpu_bytes: float | None = None
-    ) -> Server:
+    ) -> ServerCommand:
         size = self.replica_gpus(Path(model_dir), gpu_bytes)
         args = {
             "uds": os.fspath(socket),
@@ -185,7 +185,7 @@ class Vllm(EngineKind):
             # Else the processes that schedule and compute each spin on a core, waiting for each other.
             args = {"distributed-executor-backend": "uni", **args}
             one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return Server(
+        return ServerCommand(
             [self.python, "-P", "-m", *_program(os.fspath(model_dir), self.python), *_arguments(args)],
             # The first variable enables the calls that load weights, sleep and wake. An API key of the user's
             # environment would refuse our requests. On a CPU all servers would bind their threads to one
@@ -213,7 +213,7 @@ class Vllm(EngineKind):
         # On a CPU it computes with packed copies, and a reload packs only some of them again.
         return EngineAdmin(url, after_reload=() if self.gpus else ("repack_kept_weights",))
 
-    def facts(self, admin: EngineAdmin, server: Server | None) -> EngineFacts:
+    def facts(self, admin: EngineAdmin, server: ServerCommand | None) -> EngineFacts:
         # It says all of them only after some seconds, so it is asked for what is not known of it.
         samples = admin.most_samples() if self.proves else EngineFacts.samples
         replicas = server.replicas if server else 1

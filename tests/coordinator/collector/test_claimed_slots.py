@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.collector.claimed_slots import Claimed
-from coordinator.collector.guest_chunks import Contribution, GuestChunks, OwnChunks, Presence
+from coordinator.collector.claimed_slots import ClaimedSlots
+from coordinator.collector.guest_chunks import Contribution, GuestChunks, GuestsPresent, OwnChunks
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, RunDir
-from coordinator.protocol.chunks import Pace, cut
+from coordinator.protocol.chunks import Pace, cut_into_chunks
 from rollout.engine_places import Meter
 from rollout.slots import Slot
 from rollout.storage import files
@@ -29,13 +29,13 @@ async def slots_of(numbers: Sequence[int]) -> list[Slot]:
     return [Slot(number, {"id": f"t{number}", "prompt": "1", "answer": "1"}, 0) for number in numbers]
 
 
-def source(run_dir: RunDir, rank: int, slots: int, paces: dict[int, Pace]) -> Claimed:
-    plan = {**cut(range(slots), {}, [0, 1], paces).as_json(), "spare": []}
+def source(run_dir: RunDir, rank: int, slots: int, paces: dict[int, Pace]) -> ClaimedSlots:
+    plan = {**cut_into_chunks(range(slots), {}, [0, 1], paces).as_json(), "spare": []}
     claims = Claims(run_dir, 2, 1, 2, rank)
-    return Claimed(plan, claims, rank, 0, [], slots_of, Meter(4), 0.05, lambda: None)
+    return ClaimedSlots(plan, claims, rank, 0, [], slots_of, Meter(4), 0.05, lambda: None)
 
 
-async def next_of(claimed: Claimed) -> int | None:
+async def next_of(claimed: ClaimedSlots) -> int | None:
     """Take a slot, and end its group at once."""
     slot = await claimed.take(lambda: False)
     if slot is None:
@@ -78,9 +78,9 @@ def test_claims_that_a_newer_epoch_has_removed_are_not_made_again(run_dir: RunDi
 
 def test_guest_that_leaves_gives_out_no_slot_more(run_dir: RunDir) -> None:
     claims = Claims(run_dir, 2, 1, 2, GUESTS)
-    plan = {**cut(range(12), {}, [0], {}).as_json(), "spare": [12, 13]}
+    plan = {**cut_into_chunks(range(12), {}, [0], {}).as_json(), "spare": [12, 13]}
     own_chunks = OwnChunks(claims, Meter(4), lambda _group: True)
-    guest = Claimed(
+    guest = ClaimedSlots(
         plan, claims, GUESTS, 0, [], slots_of, Meter(4), 0.05, lambda: None, own_chunks=own_chunks
     )
 
@@ -97,10 +97,10 @@ def test_guest_that_leaves_gives_out_no_slot_more(run_dir: RunDir) -> None:
 def test_master_waits_for_a_late_guest_no_longer_than_for_late_groups_of_its_own(run_dir: RunDir) -> None:
     """The collector ends what is not open, once enough of the needed groups count, after the grace period."""
     guest, mine = Claims(run_dir, 2, 1, 2, GUESTS), Claims(run_dir, 2, 1, 2, 0)
-    plan = {**cut(range(4), {}, [0], {}).as_json(), "spare": []}
-    presence = Presence((), {GUESTS: 0})
+    plan = {**cut_into_chunks(range(4), {}, [0], {}).as_json(), "spare": []}
+    presence = GuestsPresent((), {GUESTS: 0})
     guests = GuestChunks(mine, lambda: presence, 60.0)
-    master = Claimed(
+    master = ClaimedSlots(
         plan, mine, 0, 0, [], slots_of, Meter(4), 0.01, lambda: None,
         rest_of=lambda chunk: (chunk.slots, Contribution()), guests=guests,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_master_waits_for_a_late_guest_no_longer_than_for_late_groups_of_its_own
         while master.is_open:
             await asyncio.sleep(0)
         assert master.needed == 4 and master.expected == 3 and not last.done()
-        presence = Presence([GUESTS], {})
+        presence = GuestsPresent([GUESTS], {})
         assert await last == 3, "the guest was lost after all"
         assert await next_of(master) is None and master.needed == 4
 

@@ -57,7 +57,7 @@ class Machine:
 
     def start(self, _name: str, argv: Sequence[str], **_more: Any) -> Any:
         ended = threading.Event()
-        self.process = process.Process(Path(argv[-1]))
+        self.process = process.CollectorProcess(Path(argv[-1]))
 
         def run() -> None:
             try:
@@ -566,7 +566,7 @@ def test_requests_go_on_while_a_part_is_written(
 def test_fork_that_comes_back_from_user_code_says_nothing_to_the_node(
     tmp_path: Path, run_dir: RunDir
 ) -> None:
-    collector = process.Process(tmp_path)
+    collector = process.CollectorProcess(tmp_path)
     fork = os.fork()
     if fork == 0:
         try:

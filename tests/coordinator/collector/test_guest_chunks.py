@@ -9,13 +9,13 @@ import pytest
 from coordinator.collector import guest_chunks
 from coordinator.collector.guest_chunks import (
     Contribution,
-    FromGuests,
     GuestChunks,
+    GuestContributions,
+    GuestsPresent,
     OwnChunks,
-    Presence,
     rest_of,
 )
-from coordinator.directory.claims import Claims, Shown
+from coordinator.directory.claims import ClaimListing, Claims
 from coordinator.directory.file_names import parse_claim_name
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.directory.parts import PartWriter
@@ -42,13 +42,15 @@ def claims(run_dir: RunDir, rank: int, incarnation: int = 1) -> Claims:
 
 
 def as_master(run_dir: RunDir, here: Mapping[int, int], *lost: int) -> GuestChunks:
-    return GuestChunks(claims(run_dir, 0), lambda: Presence(lost, here), PATIENCE_S)
+    return GuestChunks(claims(run_dir, 0), lambda: GuestsPresent(lost, here), PATIENCE_S)
 
 
-def look(chunks: GuestChunks, run_dir: RunDir, found: FromGuests | None = None) -> tuple[list[int], int]:
+def look(
+    chunks: GuestChunks, run_dir: RunDir, found: GuestContributions | None = None
+) -> tuple[list[int], int]:
     shown = claims(run_dir, 0).look()
     numbers = [number for number in sorted(shown.claimed) if number not in shown.back]
-    return chunks.look(numbers, shown, found or FromGuests())
+    return chunks.look(numbers, shown, found or GuestContributions())
 
 
 def write(run_dir: RunDir, rank: int, *groups: Group) -> Any:
@@ -64,17 +66,17 @@ def test_row_is_open_while_a_guest_that_is_there_makes_a_chunk(run_dir: RunDir) 
     assert guest.take([4]) == 4 and claims(run_dir, 1).take([5]) == 5
     assert look(as_master(run_dir, {GUEST: 1}), run_dir) == ([4], 0)
     guest.say_made(4, {"parts": {"a": "b"}, "uncounted": 2, "seconds": {"7": 0.5}, "width": 3})
-    master, found = as_master(run_dir, {}, GUEST), FromGuests()
+    master, found = as_master(run_dir, {}, GUEST), GuestContributions()
     assert look(master, run_dir, found) == ([], 2) and look(master, run_dir, found) == ([], 0)
-    assert found == FromGuests({"a": "b"}, {str(GUEST): ({"7": 0.5}, 3)})
+    assert found == GuestContributions({"a": "b"}, {str(GUEST): ({"7": 0.5}, 3)})
     assert not claims(run_dir, 0).look().back
 
 
 def test_what_a_guest_has_made_is_read_at_the_end_although_a_mount_hides_its_names(run_dir: RunDir) -> None:
     guest = claims(run_dir, GUEST)
     assert guest.take([4]) == 4
-    hidden = Shown({4}, set(), set(), set())
-    master, found = as_master(run_dir, {GUEST: 1}), FromGuests()
+    hidden = ClaimListing({4}, set(), set(), set())
+    master, found = as_master(run_dir, {GUEST: 1}), GuestContributions()
     assert master.look([4], hidden, found, is_tail=True) == ([4], 0)
     guest.say_made(4, {"parts": {"a": "b"}, "uncounted": 0, "seconds": {}, "width": 3})
     assert master.look([4], hidden, found) == ([4], 0), "there is other work"
@@ -136,7 +138,7 @@ def test_master_removes_what_guests_have_said_who_may_be_gone(run_dir: RunDir) -
         guest.take([number])
     guest.say_made(4, {"parts": {}, "uncounted": 0, "seconds": {}, "width": 1})
     mine = Claims(run_dir, 2, 1, 2, 0, told.append)
-    master = GuestChunks(mine, lambda: Presence([GUEST], {}), PATIENCE_S)
+    master = GuestChunks(mine, lambda: GuestsPresent([GUEST], {}), PATIENCE_S)
     for _ in range(3):
         look(master, run_dir)
     names = {path.name for path in run_dir.claims.iterdir() if parse_claim_name(path.name)}

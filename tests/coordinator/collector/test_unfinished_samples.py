@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.collector import unfinished_samples
-from coordinator.collector.unfinished_samples import Begun
+from coordinator.collector.unfinished_samples import BegunGroup
 from coordinator.directory import manifests, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.parts import PartWriter
@@ -16,13 +16,13 @@ from coordinator.keeping import resume
 from coordinator.phases.tasks import draw_tasks
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
-from rollout.origin import described
+from rollout.origin import origin_document
 from rollout.settings import RolloutSettings
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import UNFINISHED, Group, Span
 from tests.coordinator.examples import ORIGIN, group, opened, origin, run_dir_at, write_json
 
-MADE_WITH = described(ORIGIN)
+MADE_WITH = origin_document(ORIGIN)
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def test_next_iteration_goes_on_with_them_and_remembers_where_they_began(run_dir
     begun, tasks, _ = unfinished_samples.left_by(run_dir, 2, MADE_WITH)
     assert [(one.iteration, one.slot, one.file_slot) for one in begun] == [(1, 2, 1), (2, 1, 3)]
     assert tasks == [21, 23]
-    assert Begun.all_of({"begun": [asdict(one) for one in begun]}) == begun
+    assert BegunGroup.all_of({"begun": [asdict(one) for one in begun]}) == begun
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        described(origin(ORIGIN.policy, max_tokens=9)),
-        described(origin(ORIGIN.policy, temperature=0.5)),
+        origin_document(origin(ORIGIN.policy, max_tokens=9)),
+        origin_document(origin(ORIGIN.policy, temperature=0.5)),
         {**MADE_WITH, "environment": {"name": "calculator", "digest": ""}},
     ],
 )

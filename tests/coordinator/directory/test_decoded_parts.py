@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from coordinator.directory import decoded_parts as module
-from coordinator.directory.decoded_parts import Decoded
+from coordinator.directory.decoded_parts import DecodedParts
 from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
 from tests.coordinator.examples import group, origin
 
@@ -25,7 +25,7 @@ def test_equal_bytes_are_decoded_once_and_the_oldest_are_forgotten(monkeypatch: 
 
     monkeypatch.setattr(module, "decode_part", count)
     parts = [part(number) for number in range(3)]
-    decoded = Decoded(kept_bytes=2 * len(parts[0][0]) + 10)
+    decoded = DecodedParts(kept_bytes=2 * len(parts[0][0]) + 10)
     for number in (0, 1, 0, 2, 0):  # 2 takes the place of 1
         header, groups = decoded(*parts[number])
         assert header.part == number and [one.slot for one in groups] == [number]
@@ -38,7 +38,7 @@ def test_equal_bytes_are_decoded_once_and_the_oldest_are_forgotten(monkeypatch: 
 
 
 def test_damaged_part_is_damaged_each_time() -> None:
-    decoded, (data, _) = Decoded(), part(1)
+    decoded, (data, _) = DecodedParts(), part(1)
     torn = data[:-1]
     for _attempt in range(2):
         with pytest.raises(DamagedPart):

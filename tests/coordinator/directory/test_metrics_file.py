@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished, MetricsFile, NewLines
+from coordinator.directory.metrics_file import FinishedIterations, MetricsFile, NewLines
 from rollout.storage import files
 from rollout.storage.lines import append_line
 
@@ -66,7 +66,7 @@ def test_file_that_is_not_the_one_before_is_read_anew(
     run_dir: RunDir, change: Callable[[Path], None]
 ) -> None:
     append(run_dir, *(line(n) for n in range(1, 6)))
-    shown, finished = MetricsFile(run_dir), Finished(run_dir)
+    shown, finished = MetricsFile(run_dir), FinishedIterations(run_dir)
     assert len(shown.read()) == finished.look().last("both") == 5
     change(run_dir.metrics)
     assert shown.read() == published.metrics_lines(run_dir)
@@ -78,7 +78,7 @@ def test_file_that_is_not_the_one_before_is_read_anew(
 def test_line_that_a_crash_has_torn_is_read_when_it_is_whole(run_dir: RunDir, cut: int) -> None:
     """It may lack only its newline; then it counts at once."""
     append(run_dir, line(1))
-    shown, finished = MetricsFile(run_dir), Finished(run_dir)
+    shown, finished = MetricsFile(run_dir), FinishedIterations(run_dir)
     shown.read()
     with run_dir.metrics.open("ab") as file:
         file.write((json.dumps(line(2)) + "\n").encode()[:-cut])
@@ -90,7 +90,7 @@ def test_line_that_a_crash_has_torn_is_read_when_it_is_whole(run_dir: RunDir, cu
 
 
 def test_line_that_was_appended_twice_counts_once_and_kinds_count_apart(run_dir: RunDir) -> None:
-    shown, finished = MetricsFile(run_dir), Finished(run_dir, keeps_scores=True)
+    shown, finished = MetricsFile(run_dir), FinishedIterations(run_dir, keeps_scores=True)
     append(run_dir, line(1, reward=0.1), line(2, "rollout"), line(1, reward=0.9), line(1, "eval"))
     assert [one.get("reward") for one in shown.read()] == [0.1, None, None]
     finished.look()
@@ -111,4 +111,6 @@ def test_odd_lines_are_left_out(run_dir: RunDir) -> None:
         {"iteration": 1, "kind": []},
     ]
     run_dir.metrics.write_text("".join(json.dumps(one) + "\n" for one in [*odd, line(4)]) + "\n\n{")
-    assert published.metrics_lines(run_dir) == [line(4)] and Finished(run_dir).look().last("both") == 4
+    assert (
+        published.metrics_lines(run_dir) == [line(4)] and FinishedIterations(run_dir).look().last("both") == 4
+    )

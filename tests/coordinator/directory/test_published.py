@@ -15,7 +15,7 @@ from PIL import Image
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import Incomplete, verify_checkpoint
 from coordinator.keeping.resume import next_iteration, resume_at
 from coordinator.protocol.phase import Phase, phases_of
@@ -49,7 +49,7 @@ def write_lines(run_dir: RunDir, *lines: dict[str, Any] | str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_iteration_is_1(run_dir: RunDir, kind: str) -> None:
-    assert next_iteration(Finished(run_dir), settings(kind)) == 1
+    assert next_iteration(FinishedIterations(run_dir), settings(kind)) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_next_iteration_follows_the_last_that_this_kind_of_run_has_finished(
         {"iteration": 6, "kind": "update"},
         {"iteration": 7, "kind": "eval"},
     )
-    assert next_iteration(Finished(run_dir), settings(kind)) == following
+    assert next_iteration(FinishedIterations(run_dir), settings(kind)) == following
 
 
 def test_torn_and_foreign_lines_are_left_out(run_dir: RunDir) -> None:
@@ -83,17 +83,17 @@ def test_torn_and_foreign_lines_are_left_out(run_dir: RunDir) -> None:
         '{"iteration": 9, "kind": "bo',
     )
     assert [line["iteration"] for line in published.metrics_lines(run_dir)] == [2]
-    assert next_iteration(Finished(run_dir), settings("both")) == 3
+    assert next_iteration(FinishedIterations(run_dir), settings("both")) == 3
 
 
 def test_line_that_misses_only_its_newline_counts(run_dir: RunDir) -> None:
     write_lines(run_dir, json.dumps({"iteration": 2, "kind": "both"}))
-    assert next_iteration(Finished(run_dir), settings("both")) == 3
+    assert next_iteration(FinishedIterations(run_dir), settings("both")) == 3
 
 
 def test_bytes_that_are_no_text_do_not_hide_the_other_lines(run_dir: RunDir) -> None:
     run_dir.metrics.write_bytes(b'\xff\xfe\n{"iteration": 2, "kind": "both"}\n\x00\x00\x00')
-    assert next_iteration(Finished(run_dir), settings("both")) == 3
+    assert next_iteration(FinishedIterations(run_dir), settings("both")) == 3
 
 
 # ---- resume_at

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 from coordinator.directory.layout import GROUPS, RunDir
 from coordinator.journal import tracker_feed
 from coordinator.journal.sample_tables import COLUMNS, LONGEST, columns, rows
-from coordinator.journal.tracker_feed import About, Sinks, check_sinks, scalars
+from coordinator.journal.tracker_feed import RunFacts, Sinks, check_sinks, scalars
 from coordinator.journal.tracker_kinds import WandB
 from coordinator.settings.loading import build
 from coordinator.settings.metrics import MetricsSettings
@@ -36,14 +36,14 @@ LINES: list[dict[str, Any]] = [
 ]
 
 
-def about(directory: Path, names: str) -> About:
-    return About("c0ffee", directory, build({"metrics.sinks": names}))
+def about(directory: Path, names: str) -> RunFacts:
+    return RunFacts("c0ffee", directory, build({"metrics.sinks": names}))
 
 
 class Recorded:
     """A tracker that keeps what it gets."""
 
-    def __init__(self, _about: About) -> None:
+    def __init__(self, _about: RunFacts) -> None:
         self.got: list[tuple[int, Mapping[str, float]]] = []
         self.tables: list[tuple[int, str, Sequence[Sequence[Any]]]] = []
         self.closed = False
@@ -171,7 +171,7 @@ def with_samples(directory: Path, iteration: int, kind: Any, groups: int) -> Non
 
 def sending(directory: Path, names: str, samples: int) -> Sinks:
     settings = build({"metrics.sinks": names, "metrics.samples": samples})
-    return Sinks(About("c0ffee", directory, settings))
+    return Sinks(RunFacts("c0ffee", directory, settings))
 
 
 def test_first_groups_of_an_iteration_and_of_its_evaluation_are_sent_as_tables(

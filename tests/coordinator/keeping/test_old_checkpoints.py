@@ -10,17 +10,17 @@ import pytest
 from coordinator.directory import published
 from coordinator.directory.background import Background
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import Incomplete
 from coordinator.keeping import old_checkpoints, policy_choice
-from coordinator.keeping.old_checkpoints import kept, old_copies, read_back, retire_checkpoints
+from coordinator.keeping.old_checkpoints import checkpoints_to_keep, old_copies, read_back, retire_checkpoints
 from coordinator.machine.store import Store
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.node.policies import Policies
 from coordinator.node.position import Position
 from coordinator.phases import metrics, rollout
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.keeping import CheckpointSettings
@@ -36,8 +36,8 @@ SAMPLED = [
 def kept_after(run_dir: RunDir, lines: list[dict[str, Any]], **settings: Any) -> set[int]:
     """Which of the checkpoints 1 to 6 stay after these lines of metrics.jsonl."""
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    score = Finished(run_dir, keeps_scores=True).look().score
-    return kept([1, 2, 3, 4, 5, 6], score, CheckpointSettings(**settings))
+    score = FinishedIterations(run_dir, keeps_scores=True).look().score
+    return checkpoints_to_keep([1, 2, 3, 4, 5, 6], score, CheckpointSettings(**settings))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def node_at(run_dir: RunDir) -> Any:
     policies, position = Policies(identity, Store()), Position()
     node: Any = SimpleNamespace(
         run_dir=run_dir, settings=settings, record=record, policies=policies, position=position,
-        finished=Finished(run_dir),
+        finished=FinishedIterations(run_dir),
     )  # fmt: skip
     node.check = lambda: None
     node.reading = lambda: Node.reading(node)
@@ -168,10 +168,10 @@ def test_signal_ends_a_node_in_the_middle_of_a_checkpoint(run_dir: RunDir, numbe
     publish(run_dir, 1)
 
     def interrupted() -> None:
-        raise Ended(Exit.INTERRUPTED, "SIGINT", "stopped")
+        raise NodeEnded(Exit.INTERRUPTED, "SIGINT", "stopped")
 
     node.check = interrupted
-    with pytest.raises(Ended, match="SIGINT"):
+    with pytest.raises(NodeEnded, match="SIGINT"):
         if number == 1:
             old_checkpoints.verify_last(node, Iteration(1))
         else:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import Incomplete
 from coordinator.keeping import policy_choice
 from coordinator.keeping.resume import next_iteration
@@ -37,7 +37,7 @@ def node_at(run_dir: RunDir, level: int = 0, checkpoints: range = range(1, 5), k
     )
     node: Any = SimpleNamespace(
         run_dir=run_dir, settings=settings, policies=Policies(identity, Store()), position=Position(),
-        finished=Finished(run_dir),
+        finished=FinishedIterations(run_dir),
     )  # fmt: skip
     node.check = lambda: None
     node.reading = lambda: Node.reading(node)

@@ -64,7 +64,7 @@ def test_iterations_since_the_newest_state_are_repeated_from_their_batches(run_d
     assert found.state_dir == f"trainer_states/{name}"
     assert [batch.iteration for batch in found.repeat] == [3, 4]
     assert found.repeat[0].batch_sha256 == f"{3:064}"
-    here = trainer_states.located(run_dir, base(run_dir, 4), found)
+    here = trainer_states.with_local_paths(run_dir, base(run_dir, 4), found)
     assert here.state_dir == str(run_dir.trainer_states / name)
     assert [Path(batch.batch_file) for batch in here.repeat] == [
         run_dir.batch(n) / "batch.safetensors" for n in (3, 4)

@@ -28,7 +28,7 @@ from coordinator.machine.host_lock import (
 )
 from coordinator.machine.oddities import oddities
 from coordinator.phases import base_model
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from rollout.storage import once
 from tests.faultfs import FaultFs, unavailable
 
@@ -99,7 +99,7 @@ def test_folder_that_another_user_may_have_made_is_refused_and_nothing_is_writte
 ) -> None:
     plant(temporary / f"flagpost-locks-{os.getuid()}", monkeypatch)
     before = sorted(temporary.rglob("*"))
-    with pytest.raises(Ended, match=f"{said}.*: remove it, or set TMPDIR") as end:
+    with pytest.raises(NodeEnded, match=f"{said}.*: remove it, or set TMPDIR") as end:
         host_lock("rank")
     assert end.value.code is Exit.FAILED and "\n" not in end.value.text
     assert sorted(temporary.rglob("*")) == before
@@ -122,7 +122,7 @@ def test_built_in_model_of_a_user_without_a_home_is_kept_in_such_a_folder(
     an_open_one(temporary / f"flagpost-models-{os.getuid()}", monkeypatch)
     tiny, rollout = SimpleNamespace(warmup_steps=0), SimpleNamespace(seed=0)
     node: Any = SimpleNamespace(settings=SimpleNamespace(tiny=tiny, rollout=rollout, tasks="mine"))
-    with pytest.raises(Ended, match="is open to other users"):
+    with pytest.raises(NodeEnded, match="is open to other users"):
         base_model._from_cache(node)
 
 
@@ -140,7 +140,7 @@ def test_process_that_is_not_the_holder_is_spared(wrong: dict[str, Any]) -> None
         process = psutil.Process(stranger.pid)
         said = module._facts(process) | wrong
         Path(lock.lock_file).with_suffix(".pid").write_text(json.dumps(said))
-        with pytest.raises(Ended, match="does not end"):
+        with pytest.raises(NodeEnded, match="does not end"):
             hold_for_process("rank", "rank 0", lambda: None)
         assert stranger.poll() is None
 
@@ -151,7 +151,7 @@ def test_process_of_another_user_is_spared() -> None:
     with running("sleep", "1000", user=65534, extra_groups=[]) as stranger, lock:
         said = module._facts(psutil.Process(stranger.pid))
         Path(lock.lock_file).with_suffix(".pid").write_text(json.dumps(said))
-        with pytest.raises(Ended, match="does not end"):
+        with pytest.raises(NodeEnded, match="does not end"):
             hold_for_process("rank", "rank 0", lambda: None)
         assert stranger.poll() is None
 
@@ -163,7 +163,7 @@ def test_holder_that_cannot_be_read_is_told(content: str, caplog: pytest.LogCapt
     lock = host_lock("rank")
     with lock:
         Path(lock.lock_file).with_suffix(".pid").write_text(content)
-        with pytest.raises(Ended, match="its pid is in"):
+        with pytest.raises(NodeEnded, match="its pid is in"):
             hold_for_process("rank", "rank 0", lambda: None)
 
 

@@ -9,7 +9,7 @@ import pytest
 from coordinator.directory.published import Policy
 from coordinator.machine.engine import EngineHost
 from coordinator.machine.weights import Adapters
-from rollout.engines.kinds.kind import Server
+from rollout.engines.kinds.kind import ServerCommand
 from rollout.settings import EngineSettings
 
 
@@ -22,7 +22,7 @@ def test_engine_drops_weights_that_training_replaces_and_keeps_a_model_under_ada
     children: Any = None
     host: Any = EngineHost(children, children, 0, lambda *_args, **_more: None)
     host._child = SimpleNamespace(poll=lambda: None)
-    host._server = Server([], on_gpu=True)
+    host._server = ServerCommand([], on_gpu=True)
     levels: list[int] = []
     host._admin = SimpleNamespace(sleep=levels.append)
     host._loader.adapters = Adapters(Policy(0, Path("base"), "base"), rank=4) if adapters else None

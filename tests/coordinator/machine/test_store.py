@@ -24,7 +24,7 @@ from coordinator.machine.store import Store
 from rollout.storage import delta, retry
 from rollout.storage.files import SharedFsError, file_names
 from rollout.storage.hashing import FileFacts, checksums, unheard
-from rollout.storage.writer import Sink
+from rollout.storage.writer import FileSink
 
 HOLDS = """
 import os, sys, time
@@ -497,7 +497,7 @@ def test_disk_that_fills_meanwhile_is_named(
     def write(*_arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Sink, "write", write)
+    monkeypatch.setattr(FileSink, "write", write)
     with pytest.raises(StoreError, match=r"No space left on device: .*cluster\.local_dir=DIR"):
         hold(Store(str(local)), model("a"))
     assert copies(local) == 0
@@ -605,7 +605,7 @@ def test_folder_that_does_not_show_what_is_made_there_is_named_and_not_waited_fo
     monkeypatch.setattr(copy_entries, "LOOK_S", 0.0)
     monkeypatch.setattr("os.open", hidden)
     for ask in (
-        lambda: copy_entries.begin(tmp_path),
+        lambda: copy_entries.begin_copy(tmp_path),
         lambda: copy_entries.acquire(tmp_path / "a", lambda: None, lambda _: None),
     ):
         with pytest.raises(StoreError, match=r"does not show .* cluster\.local_dir=DIR"):

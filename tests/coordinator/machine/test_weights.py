@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator.directory.published import Policy
-from coordinator.machine.weights import Adapters, Loader, Running
+from coordinator.machine.weights import Adapters, Loader, RunningServer
 from rollout.engines.admin import EngineAdmin, WrongWeights
 from rollout.engines.answers import EngineError
 from rollout.engines.model_dir import ADAPTER_CONFIG, PROBE
@@ -66,8 +66,10 @@ def loader() -> Loader:
     return Loader(lambda *_args, **_more: None)
 
 
-def running(admin: FakeAdmin, start: int = 1, replicas: int = 1, proves: bool | None = False) -> Running:
-    return Running(cast(EngineAdmin, admin), "http://127.0.0.1:8000", replicas, start, proves)
+def running(
+    admin: FakeAdmin, start: int = 1, replicas: int = 1, proves: bool | None = False
+) -> RunningServer:
+    return RunningServer(cast(EngineAdmin, admin), "http://127.0.0.1:8000", replicas, start, proves)
 
 
 def policy(tmp_path: Path, iteration: int, adapter: bool = False) -> Policy:
@@ -78,7 +80,7 @@ def policy(tmp_path: Path, iteration: int, adapter: bool = False) -> Policy:
     return Policy(iteration, directory, f"digest-{iteration}")
 
 
-def load(loader: Loader, server: Running, wanted: Policy) -> list[str]:
+def load(loader: Loader, server: RunningServer, wanted: Policy) -> list[str]:
     """Load `wanted`; what the server was asked for that."""
     admin = cast(Any, server.admin)
     before = len(admin.asked)

@@ -12,12 +12,12 @@ import pytest
 from coordinator.directory.layout import RunDir
 from coordinator.machine.filesystems import Mount
 from coordinator.node import directory_outage
-from coordinator.node.directory_outage import Outage
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.node.directory_outage import DirectoryOutage
+from coordinator.protocol.exits import Exit, NodeEnded
 from rollout.storage import retry
 from rollout.storage.files import SharedFsError
 
-Make = Callable[..., Outage]
+Make = Callable[..., DirectoryOutage]
 
 
 def failing(number: int) -> SharedFsError:
@@ -34,7 +34,7 @@ def seen() -> list[str]:
 def make(tmp_path: Path, seen: list[str]) -> Make:
     def made(
         *, is_master: bool = False, back: bool = True, was_seen: bool = True, away: str | None = None
-    ) -> Outage:
+    ) -> DirectoryOutage:
         cluster = SimpleNamespace(rejoin_timeout_s=0.3, beat_interval_s=0.02, poll_max_s=0.01)
         answers = threading.Event()
         if back:
@@ -55,7 +55,7 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
         position: Any = SimpleNamespace(move=seen.append)
         messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
         phase_endings: Any = SimpleNamespace(check_self=lambda: None)
-        return Outage(identity, position, watch, messages, phase_endings)
+        return DirectoryOutage(identity, position, watch, messages, phase_endings)
 
     return made
 
@@ -68,13 +68,13 @@ def test_only_a_worker_comes_back_as_a_new_incarnation(make: Make, seen: list[st
 
 
 def test_directory_that_stays_away_ends_the_node_with_what_to_do(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(Ended, match=r"took no heartbeat for 0 s\. Start it again") as ended:
+    with pytest.raises(NodeEnded, match=r"took no heartbeat for 0 s\. Start it again") as ended:
         make(back=False).wait_out()
     assert ended.value.code == Exit.LOST and str(tmp_path) in ended.value.text
 
 
 def test_master_that_sees_no_beat_of_its_own_says_that_no_node_could_see_another(make: Make) -> None:
-    with pytest.raises(Ended, match=r"has shown none of them .* run doctor") as ended:
+    with pytest.raises(NodeEnded, match=r"has shown none of them .* run doctor") as ended:
         make(is_master=True, back=False, was_seen=False).wait_out()
     assert ended.value.code == Exit.FAILED
 
@@ -114,7 +114,7 @@ def test_run_that_its_own_filesystem_does_not_list_was_moved(
     node.look_for_run()
     clock[0] += directory_outage.RETRY_S + 1
     if is_mounted:
-        with pytest.raises(Ended, match=f"{tmp_path} was moved or removed.* Start it again") as ended:
+        with pytest.raises(NodeEnded, match=f"{tmp_path} was moved or removed.* Start it again") as ended:
             node.look_for_run()
         assert ended.value.code == Exit.FAILED
     else:
@@ -160,7 +160,7 @@ def test_space_that_is_waited_for_too_long_ends_the_node_also_if_it_was_fenced_m
     node.wait_out()
     clock[0] += 0.2
     said = r"cannot write part: it fails.* free some space there\. Start it again"
-    with pytest.raises(Ended, match=said) as end:
+    with pytest.raises(NodeEnded, match=said) as end:
         node.full(error)
     assert end.value.code == Exit.LOST and end.value.tell is None
 
@@ -172,6 +172,6 @@ def test_work_that_finds_no_space_ends_the_node_with_the_same_code(make: Make) -
     def refuse() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(Ended, match="cannot write part: No space left on device") as end:
+    with pytest.raises(NodeEnded, match="cannot write part: No space left on device") as end:
         make().persist(write)
     assert end.value.code == Exit.LOST

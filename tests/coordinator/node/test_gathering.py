@@ -9,7 +9,7 @@ import pytest
 from coordinator.directory.layout import RunDir
 from coordinator.node import gathering
 from coordinator.node.gathering import Gathering
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.protocol.heartbeat import TAKES, Heart
 from coordinator.protocol.snapshot import parse
 from rollout.storage import files, once
@@ -29,7 +29,9 @@ def test_epoch_that_stays_taken_by_nobody_who_shows_ends_the_master_with_what_to
     monkeypatch.setattr(me, "_new_record", lambda *_: None)
     monkeypatch.setattr(gathering, "claim", lambda *_: False)
     monkeypatch.setattr(gathering, "CACHED_S", 0.2)
-    with pytest.raises(Ended, match=r"epoch 4 is taken, and for .* no listing has shown by whom; run doctor"):
+    with pytest.raises(
+        NodeEnded, match=r"epoch 4 is taken, and for .* no listing has shown by whom; run doctor"
+    ):
         me.claim_next("lobby")
     assert "epoch 4 is taken: looking again" in caplog.text
 
@@ -46,6 +48,6 @@ def test_directory_that_takes_no_first_heartbeat_ends_the_node_with_what_to_do(
         return False
 
     monkeypatch.setattr(once, "create_once", create_once)
-    with pytest.raises(Ended, match=r"lets no process of rank 1 show its first heartbeat.*run doctor"):
+    with pytest.raises(NodeEnded, match=r"lets no process of rank 1 show its first heartbeat.*run doctor"):
         Heart(run_dir, 1, dict).begin(0, 0)
     assert len(tried) == TAKES

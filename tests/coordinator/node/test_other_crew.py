@@ -12,7 +12,7 @@ from coordinator.directory.layout import MASTER, RunDir
 from coordinator.node.identity import Identity
 from coordinator.node.other_crew import OtherCrew
 from coordinator.protocol import placement_records
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.settings.loading import build
 from rollout.storage import files
 
@@ -43,7 +43,7 @@ def test_leader_ends_with_a_master_that_has_ended_while_the_leader_started(
     root: Path, kind: str, code: Exit
 ) -> None:
     say(placement_records.run_dir(root, "rollout"), 4, kind)
-    with pytest.raises(Ended, match="the rollout crew has ended: said in epoch 4") as ended:
+    with pytest.raises(NodeEnded, match="the rollout crew has ended: said in epoch 4") as ended:
         other_of(root, "train", followed_epoch=4).hear()
     assert (ended.value.code, ended.value.tell) == (code, kind)
 
@@ -58,7 +58,7 @@ def test_master_ends_with_what_the_other_crew_says_from_its_own_start_on(root: P
     other = other_of(root, "rollout")
     other.hear()
     say(placement_records.run_dir(root, "train"), 5, "gave_up")
-    with pytest.raises(Ended, match="the train crew has ended: said in epoch 5"):
+    with pytest.raises(NodeEnded, match="the train crew has ended: said in epoch 5"):
         other.hear()
 
 
@@ -74,7 +74,7 @@ def test_silent_crew_is_held_for_only_where_nodes_are(
         assert "holding: the train crew (led by rank 1, which was not seen yet)" in caplog.text
         other._silence.silent_s[MASTER] = 61.0
         monkeypatch.setattr(other._silence, "observe", lambda *_: None)
-    with pytest.raises(Ended, match="start all again; there: run --worker 1 --log-path") as ended:
+    with pytest.raises(NodeEnded, match="start all again; there: run --worker 1 --log-path") as ended:
         other.check()
     assert ended.value.code == Exit.LOST
     assert ("holding" in caplog.text) == (policy == "wait")

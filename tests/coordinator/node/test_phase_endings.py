@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.directory.file_names import Flag
 from coordinator.node.phase_endings import CODES, PhaseEndings, ending
-from coordinator.protocol.exits import Ended, EpochChanged, Exit, NodeLost, TrainerFailed
+from coordinator.protocol.exits import EpochChanged, Exit, NodeEnded, NodeLost, TrainerFailed
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 
 TEXT = "rank 2 (node-c) is lost"
@@ -39,7 +39,7 @@ def test_end_of_the_run_is_said_by_the_exit_code_and_the_master_tells_the_worker
 ) -> None:
     end = end_of(event, is_master)
     told = event.name.lower() if is_master and event in CODES else None
-    assert isinstance(end, Ended) and (end.code, end.tell) == (code, told)
+    assert isinstance(end, NodeEnded) and (end.code, end.tell) == (code, told)
     assert end.text == (TEXT if event is not Event.FINISHED else "the run is finished")
 
 
@@ -62,7 +62,7 @@ def test_master_holds_for_a_lost_node_or_goes_on_without_it(event: Event, policy
 )
 def test_others_end_at_a_loss_and_say_so(is_master: bool, policy: str, told: str) -> None:
     end = end_of(Event.SILENT, is_master, policy)
-    assert isinstance(end, Ended) and (end.code, end.tell) == (Exit.LOST, told)
+    assert isinstance(end, NodeEnded) and (end.code, end.tell) == (Exit.LOST, told)
 
 
 def test_every_event_has_an_end() -> None:

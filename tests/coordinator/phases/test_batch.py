@@ -14,7 +14,7 @@ from coordinator.directory import manifests, parts, published
 from coordinator.directory.layout import RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.phases.batch import ensure_batch
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.storage import files
@@ -186,7 +186,7 @@ def test_samples_that_the_loss_cannot_train_end_the_run_in_one_line(run_dir: Run
     for sample in demonstrated.samples:
         sample.logprobs[sample.loss_mask == 1] = float("nan")
     publish(run_dir, 4, [demonstrated])
-    with pytest.raises(Ended, match=r"iteration 4: 2 of 2 sequences are demonstrations"):
+    with pytest.raises(NodeEnded, match=r"iteration 4: 2 of 2 sequences are demonstrations"):
         make(run_dir, 4)
 
 

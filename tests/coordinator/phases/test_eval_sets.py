@@ -11,8 +11,8 @@ import pytest
 from coordinator.cli import main
 from coordinator.console.server.submission import _refuse_code
 from coordinator.directory.layout import RunDir
-from coordinator.directory.metrics_file import Finished
-from coordinator.keeping.old_checkpoints import kept
+from coordinator.directory.metrics_file import FinishedIterations
+from coordinator.keeping.old_checkpoints import checkpoints_to_keep
 from coordinator.phases.eval_sets import scores
 from coordinator.settings import loading
 from coordinator.settings.keeping import CheckpointSettings
@@ -143,11 +143,11 @@ def test_best_by_a_set_keeps_other_checkpoints_than_the_best_by_all(tmp_path: Pa
     ]
     run_dir.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = CheckpointSettings(keep_last=2, keep_best=1, best_by="hard")
-    score = Finished(run_dir, keeps_scores=True, by="hard").look().score
-    assert kept([1, 2, 3, 4, 5, 6], score, settings) == {1, 5, 6}
+    score = FinishedIterations(run_dir, keeps_scores=True, by="hard").look().score
+    assert checkpoints_to_keep([1, 2, 3, 4, 5, 6], score, settings) == {1, 5, 6}
     assert score(4) is None, "eval_reward does not stand in for a set that was not evaluated"
-    by_all = Finished(run_dir, keeps_scores=True).look().score
-    assert kept([1, 2, 3, 4, 5, 6], by_all, settings) == {4, 5, 6}
+    by_all = FinishedIterations(run_dir, keeps_scores=True).look().score
+    assert checkpoints_to_keep([1, 2, 3, 4, 5, 6], by_all, settings) == {4, 5, 6}
 
 
 def test_server_that_takes_no_code_takes_none_in_a_set() -> None:

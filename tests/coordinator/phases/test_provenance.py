@@ -24,13 +24,13 @@ from coordinator.phases.provenance import (
     origin_of,
     refuse_changed_code,
 )
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs
 from coordinator.start.user_functions import load_functions
-from rollout.origin import Code, Origin, Sampling, described
+from rollout.origin import Code, Origin, Sampling, origin_document
 from rollout.quota import Quota
 from rollout.trajectory import UNFINISHED, Group
 from tests.coordinator import examples
@@ -207,7 +207,7 @@ def master_of(run_dir: RunDir, replaced: bool = False) -> Any:
 
     def check() -> None:
         if replaced:
-            raise Ended(Exit.SUPERSEDED, "replaced", None)
+            raise NodeEnded(Exit.SUPERSEDED, "replaced", None)
 
     return SimpleNamespace(
         run_dir=run_dir,
@@ -254,7 +254,7 @@ def test_iteration_that_an_evaluation_has_opened_early_takes_what_is_left_unfini
 
 def test_master_that_was_replaced_opens_nothing_anew(run_dir: RunDir) -> None:
     before = run_dir.iteration_json(1).read_bytes()
-    with pytest.raises(Ended):
+    with pytest.raises(NodeEnded):
         rollout._open(master_of(run_dir, replaced=True), Iteration(1), Policy(0, run_dir.base_model, POLICY))
     assert run_dir.iteration_json(1).read_bytes() == before
 
@@ -266,7 +266,7 @@ def test_rows_go_by_what_the_master_has_opened_though_a_client_shows_what_was_th
     finish(run_dir, "train", anew, group(0))
     header = {"opened": opened(1, anew, slots=4), "policy": POLICY, "policy_iteration": 0}
     node: Any = SimpleNamespace(run_dir=run_dir, rank=0)
-    assert rollout.name_parts(node, Iteration(1, documents={Phase.ITERATION_START: header}))
+    assert rollout.part_checksums(node, Iteration(1, documents={Phase.ITERATION_START: header}))
 
 
 # ---- all nodes have the same
@@ -287,7 +287,7 @@ def test_worker_whose_code_is_not_the_masters_ends_the_run_before_it_generates()
     iteration = Iteration(
         1, documents={Phase.ITERATION_START: {"code": codes_as_json(other), "opened": about}}
     )
-    with pytest.raises(Ended, match=r"--environment single_turn is not the same on .* node-a") as end:
+    with pytest.raises(NodeEnded, match=r"--environment single_turn is not the same on .* node-a") as end:
         agreed_functions(node, iteration)
     assert (end.value.code, end.value.tell) == (Exit.FAILED, "failed")
     assert "f" * 16 in end.value.text and codes["rollout.environment"].digest in end.value.text
@@ -339,7 +339,7 @@ def test_worker_that_holds_other_code_than_the_new_master_ends_the_run(
     given: dict[str, Any], inputs: dict[str, Code], said: str
 ) -> None:
     node = worker(build({}))
-    with pytest.raises(Ended, match=said) as end:
+    with pytest.raises(NodeEnded, match=said) as end:
         enter(node, build(given), **inputs)
     assert (end.value.code, end.value.tell) == (Exit.FAILED, "failed")
 
@@ -347,10 +347,10 @@ def test_worker_that_holds_other_code_than_the_new_master_ends_the_run(
 def test_worker_that_does_not_find_the_new_reward_ends_the_run() -> None:
     node, settings = worker(build({})), build({"rollout.reward": "gone_module:score"})
     node.settings = settings
-    with pytest.raises(Ended, match=r"--reward gone_module:score: .*cannot be imported") as end:
+    with pytest.raises(NodeEnded, match=r"--reward gone_module:score: .*cannot be imported") as end:
         Node.take_over_inputs(node, examples.record(settings=settings))
     assert end.value.tell == "failed"
 
 
 def test_what_one_request_asks_for_is_not_recorded() -> None:
-    assert described(Sampling(more={"logprobs": 0}, seed=3)) == described(Sampling())
+    assert origin_document(Sampling(more={"logprobs": 0}, seed=3)) == origin_document(Sampling())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.file_names import Beat, Flag, Record
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import Board
@@ -377,7 +377,9 @@ def test_record_of_another_run_ends_a_node_whose_directory_has_become_that_runs(
         run_dir.run_json.write_text(json.dumps({"run_id": there}))
     records = Records(run_dir, "made-up")
     if there == "of another run":
-        with pytest.raises(Ended, match=r"this node works for made-up.*: give its new place as --log-path"):
+        with pytest.raises(
+            NodeEnded, match=r"this node works for made-up.*: give its new place as --log-path"
+        ):
             records.newest([2, 3])
     else:
         assert records.newest([2, 3]) == mine, "a node of the other run has not yet found out"

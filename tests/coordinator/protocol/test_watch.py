@@ -19,7 +19,7 @@ from watchdog.events import FileMovedEvent
 from coordinator.directory.file_names import Beat, Flag, Record, parse_protocol_name
 from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol import heartbeat, watch
-from coordinator.protocol.exits import Ended
+from coordinator.protocol.exits import NodeEnded
 from coordinator.protocol.file_events import Waker
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
@@ -416,7 +416,7 @@ def test_node_that_gathers_in_what_is_the_directory_of_another_run_by_now_ends_a
     gathering.begin(0, 2)
     write_json(run_dir.run_json, {"run_id": "made-up"})
     assert claim(run_dir, record(1))
-    with pytest.raises(Ended, match="is of another run now"):
+    with pytest.raises(NodeEnded, match="is of another run now"):
         gathering.look(whole=True)
     gathering.close()
     assert beats(run_dir, rank=0) == []

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cli import main
 from coordinator.directory.layout import RunDir
 from coordinator.machine.children import Children
-from coordinator.protocol.records import Given
+from coordinator.protocol.records import GivenSettings
 from coordinator.settings import loading
 from coordinator.settings.groups import OWN
 from coordinator.settings.tree import SettingsError
@@ -121,7 +121,7 @@ def test_groups_hold_on_at_the_next_start_until_they_are_reset() -> None:
     words = ("cluster.groups.a.nodes=3", "cluster.groups.a.env.V=1")
     given = {**FOUR, **dict(map(loading.parse_override, words))}
     last = record(settings=loading.build(given))
-    last = last.model_copy(update={"given": Given(host=socket.gethostname(), settings=given)})
+    last = last.model_copy(update={"given": GivenSettings(host=socket.gethostname(), settings=given)})
     kept = loading.build(with_kept({"cluster.groups.a.env.V": "2"}, last, []))
     assert kept.cluster.groups["a"].env == {"V": "2"} and kept.cluster.groups["a"].ranks == {3}
     assert not loading.build(with_kept({}, last, ["cluster.groups.a"])).cluster.groups

@@ -130,7 +130,7 @@ def test_first_start_records_how_often_the_state_is_saved(
     assert parameters == sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
     monkeypatch.setattr(run_json, "SAVED_EVERY", ((parameters * inputs.STATE_BYTES, 20), (parameters, 10)))
 
-    def start_in(name: str) -> start.Start:
+    def start_in(name: str) -> start.NodeStart:
         return start.start_master(StartRequest(tmp_path / name, overrides=given))
 
     first = start_in("run")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.protocol.records import EpochRecord, Given
+from coordinator.protocol.records import EpochRecord, GivenSettings
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
-from coordinator.start.last_settings import ALL, Change, changes, with_kept
+from coordinator.start.last_settings import ALL, SettingChange, changes, with_kept
 from tests.coordinator.examples import record
 
 HERE = socket.gethostname()
@@ -17,7 +17,7 @@ HERE = socket.gethostname()
 def start(given: dict[str, Any], host: str = HERE) -> EpochRecord:
     """The record of a start that was given this."""
     made = record(settings=build(given))
-    return made.model_copy(update={"given": Given(host=host, settings=given)})
+    return made.model_copy(update={"given": GivenSettings(host=host, settings=given)})
 
 
 def kept(given: dict[str, Any], last: dict[str, Any], *reset: str, host: str = HERE) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_reset_of_no_setting_is_refused_with_the_one_that_was_meant() -> None:
 
 
 def test_setting_that_is_gone_from_this_version_is_refused_until_it_is_reset() -> None:
-    last = record().model_copy(update={"given": Given(host=HERE, settings={"rollout.gone": 1})})
+    last = record().model_copy(update={"given": GivenSettings(host=HERE, settings={"rollout.gone": 1})})
     with pytest.raises(SettingsError, match=r"rollout.gone.*--reset-settings rollout.gone goes back"):
         with_kept({}, last, ())
     assert with_kept({}, last, ["rollout.gone"]) == {}
@@ -110,9 +110,9 @@ def test_changes_name_the_setting_as_it_is_typed_and_both_values() -> None:
     last = {"iterations": 2, "cluster.num_nodes": 2, "cluster.rank_weights": "2,1", "rollout.stop": ["a"]}
     now = build(kept({"cluster.num_nodes": 3}, last, "rollout.stop"))
     assert changes(start(last), now) == [
-        Change("--num-nodes", "2", "3"),
-        Change("--rank-weights", "2,1", "not set"),
-        Change("rollout.stop", "a", "empty"),
+        SettingChange("--num-nodes", "2", "3"),
+        SettingChange("--rank-weights", "2,1", "not set"),
+        SettingChange("rollout.stop", "a", "empty"),
     ]
-    assert str(Change("a", "1", "2")) == "a is 2, at the last start it was 1"
+    assert str(SettingChange("a", "1", "2")) == "a is 2, at the last start it was 1"
     assert changes(start(last), build(last)) == changes(None, now) == []

@@ -20,6 +20,7 @@ from coordinator.console.commands.evaluate import as_typed
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks
+from coordinator.start.dry_run import check_named
 from coordinator.start.inputs import load_inputs
 from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
@@ -138,10 +139,13 @@ def test_task_of_another_environment_is_refused(tmp_path: Path, monkeypatch: pyt
 )
 def test_evaluation_that_is_asked_for_needs_tasks(tmp_path: Path, given: dict[str, Any], asked: str) -> None:
     given = {"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}), **given}
-    text = refusal(given)
+    with pytest.raises(SettingsError) as refused:
+        check_named(loading.build(given), given)
+    text = str(refused.value)
     assert text.startswith(f"{asked} needs tasks to evaluate on, and --tasks {given['tasks']} has none")
     assert "--eval-tasks FILE" in text
-    passes({**given, "eval_tasks": given["tasks"]})
+    given["eval_tasks"] = given["tasks"]
+    check_named(loading.build(given), given)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,8 @@ def test_evaluation_that_is_asked_for_needs_tasks(tmp_path: Path, given: dict[st
 def test_run_that_does_not_ask_for_evaluation_needs_no_tasks_for_it(
     tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    passes({"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}), **given})
+    given = {"tasks": tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}), **given}
+    check_named(loading.build(given), given)
 
 
 # ---- the model

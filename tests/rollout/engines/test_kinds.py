@@ -14,7 +14,7 @@ from rollout.engines.kinds import vllm_installed
 from rollout.engines.kinds.by_url import ByUrl
 from rollout.engines.kinds.choice import KINDS, engine_kind
 from rollout.engines.kinds.embedded import Embedded
-from rollout.engines.kinds.kind import Server, ServerSettingError
+from rollout.engines.kinds.kind import ServerCommand, ServerSettingError
 from rollout.engines.kinds.vllm import VARIABLES, Vllm, fewest_gpus
 from rollout.settings import EngineSettings
 from tests.models import write_model
@@ -43,7 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     return install
 
 
-def vllm(gpus: int = 0, **settings: Any) -> Server:
+def vllm(gpus: int = 0, **settings: Any) -> ServerCommand:
     return Vllm(EngineSettings(**settings), gpus).command("/models/m", SOCKET)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.weights import load_model
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.kind import ServerSettingError
@@ -47,7 +47,7 @@ def test_neighbour_that_is_long_changes_nothing(model_dir: Path) -> None:
 
 
 def test_no_engine_takes_longer_sequences(model_dir: Path) -> None:
-    assert TorchEngine(model_dir, dtype=torch.float32, max_batch=2).max_model_len == STEADY
+    assert EmbeddedEngine(model_dir, dtype=torch.float32, max_batch=2).max_model_len == STEADY
     argv = Vllm(EngineSettings(), gpus=1).command(model_dir, "/tmp/s").argv
     assert f"--max-model-len={STEADY}" in argv
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from rollout.storage import files, hashing, retry, writer
 from rollout.storage.retry import SharedFsError, library_errors, retry_library
-from rollout.storage.writer import Sink, Writer, copy_of, write
+from rollout.storage.writer import FileSink, Writer, copy_of, write
 
 RUST = 'Error while serializing: I/O error: {} (os error {}) at path "/x/.tmpaqAGwO"'
 
@@ -48,9 +48,9 @@ def test_error_without_an_errno_in_its_text_stays_what_it_is(error: Exception) -
 def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
     tmp_path: Path, error: Exception
 ) -> None:
-    tried: list[Sink] = []
+    tried: list[FileSink] = []
 
-    def produce(sink: Sink) -> None:
+    def produce(sink: FileSink) -> None:
         tried.append(sink)
         sink.write(b"half" if len(tried) < 3 else b"whole file")
         if len(tried) < 3:
@@ -62,7 +62,7 @@ def test_file_is_written_again_from_the_start_until_a_passing_error_has_passed(
 
 
 def test_failed_fsync_has_the_file_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Sink] = []
+    written: list[FileSink] = []
     real_fsync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -81,9 +81,9 @@ def test_failed_fsync_has_the_file_written_again(tmp_path: Path, monkeypatch: py
     ids=["EIO", "ENOSPC"],
 )
 def test_error_that_stays_ends_it_and_leaves_nothing(tmp_path: Path, error: Exception, least: int) -> None:
-    tried: list[Sink] = []
+    tried: list[FileSink] = []
 
-    def produce(sink: Sink) -> None:
+    def produce(sink: FileSink) -> None:
         tried.append(sink)
         raise error
 
@@ -94,9 +94,9 @@ def test_error_that_stays_ends_it_and_leaves_nothing(tmp_path: Path, error: Exce
 
 
 def test_slow_call_is_tried_a_few_times_whatever_it_takes(tmp_path: Path) -> None:
-    tried: list[Sink] = []
+    tried: list[FileSink] = []
 
-    def produce(sink: Sink) -> None:
+    def produce(sink: FileSink) -> None:
         tried.append(sink)
         threading.Event().wait(0.3)
         if len(tried) < retry.PATIENT_ATTEMPTS:
@@ -166,7 +166,7 @@ def test_writer_says_what_it_has_written_by_name(tmp_path: Path) -> None:
 
 
 def test_writer_raises_what_a_file_has_raised_and_ends_the_others_whole(tmp_path: Path) -> None:
-    def fail(sink: Sink) -> None:
+    def fail(sink: FileSink) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(SharedFsError, match=r"cannot write .*/a: "), Writer(tmp_path) as written:

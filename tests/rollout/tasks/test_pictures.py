@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from rollout.pictures import MAX_BYTES, digest_of, open_picture, pictures_in, shown_text
-from rollout.tasks.pictures import PictureError, Pictures
+from rollout.tasks.pictures import PictureError, TaskPictures
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_picture_is_one_line(tmp_path: Path, row: dict[str, Any], rea
 
 def test_picture_is_published_once_under_its_digest_and_a_changed_one_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(RED)
-    pictures, images = Pictures(), tmp_path / "run" / "images"
+    pictures, images = TaskPictures(), tmp_path / "run" / "images"
     red, blue = pictures.take("red.png", tmp_path), pictures.take(BLUE, None)
     pictures.publish(blue, images)
     pictures.publish(blue, images)
@@ -167,7 +167,7 @@ def test_picture_is_published_once_under_its_digest_and_a_changed_one_is_a_fault
         pictures.publish(red, images)
     (images / blue).write_bytes(RED)
     with pytest.raises(PictureError, match="does not hold the picture that its name says"):
-        other = Pictures()
+        other = TaskPictures()
         other.publish(other.take(BLUE, None), images)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.settings import RolloutSettings
-from rollout.tasks.sampling import Drawn, check_sampling, draw
+from rollout.tasks.sampling import DrawnTasks, check_sampling, draw
 from rollout.tasks.task_set import TaskError, TaskSet, task_order
 
 
@@ -30,7 +30,7 @@ def ratio(**shares: float) -> RolloutSettings:
     return settings("ratio", ratio=shares)
 
 
-def drawn(tasks: TaskSet, given: RolloutSettings, count: int, **others: Any) -> Drawn:
+def drawn(tasks: TaskSet, given: RolloutSettings, count: int, **others: Any) -> DrawnTasks:
     defaults: dict[str, Any] = {"state": {}, "deferred": [], "success": {}, "iteration": 1}
     return draw(tasks, given, count, **{**defaults, **others})
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.trajectory import Group
 from trainer.batch.batch import _DTYPES, Batch, DamagedBatch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
 
 ABOUT = {"manifest_sha256": "m", "policy": "p", "temperature": 0.7, "seed": 3}
@@ -145,7 +145,7 @@ def test_batch_of_another_format_is_named_so(monkeypatch: pytest.MonkeyPatch, ba
 
 def build(groups: list[Group], older: list[list[Group]] | None = None, **settings: Any) -> Batch:
     chosen = TrainerSettings.model_validate(settings)
-    sampled = [Older(of_iteration, max_tokens=20) for of_iteration in older or []]
+    sampled = [ReplayedGroups(of_iteration, max_tokens=20) for of_iteration in older or []]
     return build_batch(groups, settings=chosen, max_tokens=20, older=sampled, **ABOUT)
 
 

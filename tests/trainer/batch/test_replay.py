@@ -11,7 +11,7 @@ import pytest
 from rollout.trajectory import Group, Span
 from tests.trainer.batch.test_batch import ABOUT, build, of_length
 from trainer.batch.batch import Batch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
 
 
@@ -54,7 +54,7 @@ def test_replay_follows_the_weights_of_recency(group: Callable[..., Group]) -> N
                 build_batch(
                     own,
                     settings=TrainerSettings(replay_power=power),
-                    older=[Older(groups) for groups in older],
+                    older=[ReplayedGroups(groups) for groups in older],
                     **{**ABOUT, "seed": seed},
                 )
             )
@@ -74,7 +74,7 @@ def test_replayed_batch_is_a_function_of_groups_and_seed(group: Callable[..., Gr
     mixed = [random.Random(1).sample(groups, len(groups)) for groups in [*older, own]]
     again = build(mixed[2], mixed[:2])
     assert hashlib.sha256(again.encode()).hexdigest() == digest
-    sampled = [Older(groups) for groups in older]
+    sampled = [ReplayedGroups(groups) for groups in older]
     assert build_batch(own, older=sampled, **{**ABOUT, "seed": 4}).slots.tolist() != again.slots.tolist()
 
 
@@ -82,7 +82,7 @@ def test_each_sequence_keeps_the_temperature_and_the_age_of_its_iteration(
     group: Callable[..., Group],
 ) -> None:
     *older, own = window(group)
-    sampled = [Older(groups, 0.5 + p / 4, policy_iteration=p) for p, groups in enumerate(older)]
+    sampled = [ReplayedGroups(groups, 0.5 + p / 4, policy_iteration=p) for p, groups in enumerate(older)]
     about = {**ABOUT, "temperature": 1.5, "iteration": 3, "policy_iteration": 2}
     batch = Batch.decode(build_batch(own, older=sampled, **about).encode())
     temperatures = np.repeat(batch.temperatures, batch.lengths())[batch.loss_mask == 1]
@@ -97,7 +97,7 @@ def test_penalty_for_length_knows_how_long_a_replayed_completion_could_be(
 ) -> None:
     settings = TrainerSettings(overlong="penalise", overlong_buffer=0.2, replay_power=0)
     made = [of_length(group(slot, [1.0, 1.0], np.random.default_rng(0)), 20, 4) for slot in range(2)]
-    older = [Older(made, max_tokens=4000)]  # nothing of these is long there
+    older = [ReplayedGroups(made, max_tokens=4000)]  # nothing of these is long there
     batch = build_batch([], settings=settings, max_tokens=20, older=older, **ABOUT)
     assert len(batch) == 0
     own = [of_length(group(0, [1.0, 1.0], np.random.default_rng(0)), 20, 4)]

@@ -10,7 +10,7 @@ import torch
 
 from rollout.trajectory import Group
 from trainer.batch.batch import Batch, DamagedBatch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
 from trainer.update.loss import Totals, policy_loss
 
@@ -80,7 +80,7 @@ def of_tokens(batch: Batch) -> tuple[list[bytes], list[np.ndarray]]:
 
 def test_replayed_groups_have_the_sources_of_their_own_iteration(groups: list[Group]) -> None:
     settings = TrainerSettings.model_validate({"replay_window": 2, "sources": {"math": {"weight": 8.0}}})
-    older = Older(groups[:1], 1.0, 8, task_sources={0: "code"})
+    older = ReplayedGroups(groups[:1], 1.0, 8, task_sources={0: "code"})
     alone, seen = build_batch(groups[:1], **ABOUT), set[float]()
     for seed in range(8):
         about = {**ABOUT, "seed": seed, "settings": settings, "task_sources": {0: "math"}, "older": [older]}

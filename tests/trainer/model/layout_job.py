@@ -23,7 +23,7 @@ from trainer.batch.batch import Batch
 from trainer.model import attention
 from trainer.model.learner import build_learner
 from trainer.model.parallel import LayoutError
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import RunPictures
 from trainer.settings import TrainerSettings
 from trainer.update.step import train
 
@@ -57,7 +57,7 @@ def run_rank(directory: Path, rank: int) -> None:
             with torch.no_grad():
                 next(iter(learner.parameters.values())).view(-1)[rank] += 0.5
         if batch.pictures:
-            pictures = Pictures(directory / case["model"], directory / "images")
+            pictures = RunPictures(directory / case["model"], directory / "images")
             learner.see(pictures, settings.share_prompts)
         learner.take_over_lead()
         if settings.kl != "off":

@@ -28,7 +28,7 @@ from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model import attention, packed_sequences
 from trainer.model.attention import Kernel
 from trainer.model.learner import Learner
-from trainer.model.packed_sequences import Apart
+from trainer.model.packed_sequences import SequenceSeparation
 from trainer.model.parallel import decoder_layers
 from trainer.model.rounding import Rounding
 from trainer.model.token_logprobs import Scorer
@@ -98,7 +98,7 @@ def shared(batch: Batch) -> Microbatch:
 def test_choice(
     device: str, works: list[Kernel], shared: bool, several: bool, columns: int, kernel: Kernel
 ) -> None:
-    assert attention.choose(device, works, shared=shared, several=several, columns=columns) is kernel
+    assert attention.choose_kernel(device, works, shared=shared, several=several, columns=columns) is kernel
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def seen_by_bounds(bounds: Tensor, columns: int, window: int | None = None) -> T
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_bounds_say_what_the_dense_mask_says(family: str, packed: Microbatch) -> None:
     config = tiny_config(family, attn_implementation="sdpa")
-    told = packed_sequences.decoder_inputs(packed, Apart.MASKS, SPLIT, config, CPU)
+    told = packed_sequences.decoder_inputs(packed, SequenceSeparation.MASKS, SPLIT, config, CPU)
     assert told.keys() == {"input_ids", "position_ids", "seq_idx"} | {
         f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"
     }
@@ -180,7 +180,9 @@ def test_blocks_of_flex_attention_show_what_the_dense_mask_shows(
     found = []
     for implementation in ("sdpa", FLEX.registered):
         config = tiny_config(family, attn_implementation=implementation)
-        masks = packed_sequences.decoder_inputs(microbatch, Apart.MASKS, FLEX, config, CPU)["attention_mask"]
+        masks = packed_sequences.decoder_inputs(microbatch, SequenceSeparation.MASKS, FLEX, config, CPU)[
+            "attention_mask"
+        ]
         found.append(masks if isinstance(masks, dict) else {"": masks})
     dense, blocks = found
     rows, columns = microbatch.token_ids.shape

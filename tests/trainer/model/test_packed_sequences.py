@@ -29,7 +29,7 @@ from trainer.model import packed_sequences, policy
 from trainer.model.arrangement import Arrangement, find_arrangement
 from trainer.model.attention import Kernel
 from trainer.model.learner import Learner
-from trainer.model.packed_sequences import Apart
+from trainer.model.packed_sequences import SequenceSeparation
 from trainer.model.token_logprobs import Scorer, UnsupportedModel
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ def test_kernels_of_a_gpu_are_tried_only_if_used_and_prompts_shared_only_by_a_fa
 ) -> None:
     learner, by_flex = learner_of("qwen3"), []
 
-    def score(microbatch: Microbatch, apart: Apart, kernel: Kernel) -> Tensor:
+    def score(microbatch: Microbatch, apart: SequenceSeparation, kernel: Kernel) -> Tensor:
         by_flex.extend([microbatch.segments is not None] * (kernel is Kernel.FLEX))
         return learner._run(learner.scorer, microbatch, apart, Kernel.OWN)[0]
 
@@ -349,7 +349,7 @@ def test_arrangements_have_one_number_where_they_are_used_alike() -> None:
     plain = Arrangement(kernels={Kernel.SPLIT: ""})
     others = [
         Arrangement(),
-        replace(plain, apart=Apart.MASKS),
+        replace(plain, apart=SequenceSeparation.MASKS),
         replace(plain, packing=Packing(several=False)),
         replace(plain, packing=Packing(pairs_per_token=6.0)),
     ]

@@ -13,11 +13,11 @@ from rollout.pictures import pictures_in, size_of
 from scripts.tiny_seeing_models import FAMILIES, IMAGES, make_tiny_seeing
 from tests.trainer.model.test_pictures import Seen, asked, batch_of, learner_of, mismatch
 from trainer.batch.packing import plan_step
-from trainer.model.packed_sequences import Apart
+from trainer.model.packed_sequences import SequenceSeparation
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 """PaliGemma's processor of transformers makes arrays of tensors."""
-APART = {"gemma3": Apart.PICTURES}
+APART = {"gemma3": SequenceSeparation.PICTURES}
 """What keeps sequences with pictures apart; in others positions. With older transformers these are enough for
 all, but Gemma 3 shares no prompt.
 """
@@ -49,7 +49,9 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(seen: Seen) -> None:
     learner = learner_of(seen)
     packing, apart, name = learner.arrangement.packing, learner.arrangement.apart, seen.model.name
-    assert apart in (Apart.POSITIONS, APART.get(name)) and packing.several == (name != "paligemma")
+    assert apart in (SequenceSeparation.POSITIONS, APART.get(name)) and packing.several == (
+        name != "paligemma"
+    )
     assert bool(packing.pairs_per_token) == (packing.several and apart is APART.get(name, apart))
     (part,) = plan_step(batch_of(seen.groups), range(9), [1.0], 0, 2000, packing)
     assert mismatch(learner, part) < 1e-5

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from rollout.engines.answers import RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.engines.embedded.engine import TorchEngine
-from rollout.engines.embedded.server import Server
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.server import EmbeddedServer
 from rollout.environments.environment import single_turn
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in
-from rollout.tasks.pictures import Pictures as TaskPictures
+from rollout.tasks.pictures import TaskPictures
 from rollout.tasks.shape_pictures import shape_tasks
 from rollout.trajectory import Group, Picture, Sample, unfit
 from tests.paths import REPOSITORY
@@ -32,7 +32,7 @@ from trainer.batch.building import build_batch
 from trainer.batch.packing import Microbatch, Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import Learner, build_learner
-from trainer.model.pictures import PictureFault, Pictures
+from trainer.model.pictures import PictureFault, RunPictures
 from trainer.settings import LoraSettings, TrainerSettings
 from trainer.update.step import train
 
@@ -58,10 +58,10 @@ def asked(
     """What the engine makes of each task: its samples, or why it refuses it."""
 
     async def ask() -> list[Any]:
-        engine = TorchEngine(model, dtype=torch.float64, max_batch=64)
+        engine = EmbeddedEngine(model, dtype=torch.float64, max_batch=64)
         engine.start()
         async with (
-            TestServer(Server(engine, str(model), "v").app()) as server,
+            TestServer(EmbeddedServer(engine, str(model), "v").app()) as server,
             EngineClient(str(server.make_url("")).rstrip("/"), images=images) as client,
         ):
             work = [
@@ -99,7 +99,7 @@ def batch_of(groups: Sequence[Sequence[Sample]]) -> Batch:
 
 def learner_of(seen: Seen, settings: TrainerSettings = SETTINGS) -> Learner:
     learner = build_learner(seen.model, CPU, settings)
-    learner.see(Pictures(seen.model, seen.images), share_prompts=True)
+    learner.see(RunPictures(seen.model, seen.images), share_prompts=True)
     return learner
 
 
@@ -187,14 +187,14 @@ def test_missing_altered_or_otherwise_expanded_picture_is_a_fault_with_a_name(
     (part, *_) = microbatches(batch_of(seen.groups[:1]), Packing())
     assert part.pictures is not None
     digest, begin, count = part.pictures[0]
-    pictures = Pictures(seen.model, tmp_path)
+    pictures = RunPictures(seen.model, tmp_path)
     with pytest.raises(PictureFault, match=f"{digest}: this picture of the batch is missing"):
         pictures.placed(part)
     (tmp_path / digest).write_bytes(b"other")
     with pytest.raises(PictureFault, match=f"{digest}: this picture has changed"):
         pictures.placed(part)
     with pytest.raises(PictureFault, match="the processor makes 17 tokens of it"):
-        Pictures(seen.model, seen.images).placed(replace(part, pictures=[(digest, begin, count - 1)]))
+        RunPictures(seen.model, seen.images).placed(replace(part, pictures=[(digest, begin, count - 1)]))
 
 
 @pytest.mark.parametrize("freezes", [True, False])

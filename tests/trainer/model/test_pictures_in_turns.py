@@ -21,8 +21,8 @@ from PIL import Image
 from rollout.engines.answers import EngineFacts, ExpansionChanged, RequestRefused
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion, ToolCall
-from rollout.engines.embedded.engine import TorchEngine
-from rollout.engines.embedded.server import Server
+from rollout.engines.embedded.engine import EmbeddedEngine
+from rollout.engines.embedded.server import EmbeddedServer
 from rollout.engines.model_facts import placeholder
 from rollout.environments import policy as policies
 from rollout.environments.chat import ChatTemplate
@@ -44,7 +44,7 @@ from tests.trainer.model.test_pictures import SETTINGS, Seen, batch_of, learner_
 from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import build_learner
-from trainer.model.pictures import PictureFault, Pictures
+from trainer.model.pictures import PictureFault, RunPictures
 
 PLACEHOLDER, PICTURE_TOKENS = 99, 17
 SAMPLING = Sampling(n=6, max_tokens=24)
@@ -82,11 +82,11 @@ def with_policy(
     """What `work` returns, whose policy is a real engine in float64."""
 
     async def main() -> Any:
-        engine = TorchEngine(model, dtype=torch.float64, max_batch=64)
+        engine = EmbeddedEngine(model, dtype=torch.float64, max_batch=64)
         engine.start()
         facts = EngineFacts(placeholder=placeholder(model) or -1)
         async with (
-            TestServer(Server(engine, str(model), "v").app()) as server,
+            TestServer(EmbeddedServer(engine, str(model), "v").app()) as server,
             EngineClient(str(server.make_url("")).rstrip("/"), images=images, facts=facts) as client,
         ):
             return await work(Policy(client, sampling, 7))
@@ -327,7 +327,7 @@ def test_pictures_that_the_start_could_not_know_of_are_refused_by_layouts_withou
     learner = build_learner(seen.model, torch.device("cpu"), SETTINGS)
     learner.layout = replace(learner.layout, **{name: 2})
     with pytest.raises(PictureFault, match=f"trainer.{name}=2 does not go with pictures of samples; give 1"):
-        learner.see(Pictures(seen.model, seen.images), True)
+        learner.see(RunPictures(seen.model, seen.images), True)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from trainer.batch.building import build_batch
 from trainer.batch.packing import Packing, plan_step
 from trainer.model import tiny_seeing
 from trainer.model.learner import build_learner
-from trainer.model.pictures import Pictures
+from trainer.model.pictures import RunPictures
 from trainer.settings import TrainerSettings
 
 ASKED = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "colour?"}]}]
@@ -149,7 +149,7 @@ def test_rows_as_published_become_samples_with_the_tokens_of_the_models_own_proc
     settings = TrainerSettings(advantage="one", clip="likelihood", engine_correction="off")
     batch = build_batch(groups, manifest_sha256="", policy="", temperature=1.0, seed=0, settings=settings)
     learner = build_learner(seeing, torch.device("cpu"), settings)
-    learner.pictures = Pictures(seeing, tmp_path / "images")
+    learner.pictures = RunPictures(seeing, tmp_path / "images")
     plan = plan_step(batch, range(len(batch)), [1.0], 0, 256, Packing())
     with torch.no_grad():
         computed = np.concatenate([learner.logprobs(part)[0].numpy() for part in plan])

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout.trajectory import Group
 from tests.models import make_model
 from trainer.batch.batch import Batch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model.learner import ALONE, Learner, build_learner
 from trainer.settings import TrainerSettings
@@ -125,7 +125,7 @@ def test_rloo_takes_the_kl_of_a_whole_answer_from_its_reward_before_the_baseline
         algorithm="rloo", kl="k1", kl_coefficient=0.2, learning_rate=1e-3, global_batch_size=8
     )
     about: dict[str, Any] = {"manifest_sha256": "", "policy": "", "temperature": 1.0, "seed": 0}
-    batch = build_batch(groups, settings=settings, older=[Older(older)], **about)
+    batch = build_batch(groups, settings=settings, older=[ReplayedGroups(older)], **about)
     assert len(batch) == 24
 
     updated = []

@@ -17,7 +17,7 @@ from trainer.batch.building import build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.model.learner import Learner, build_learner
 from trainer.settings import TrainerSettings
-from trainer.update.preferences import mismatched
+from trainer.update.preferences import with_shifted_answers
 from trainer.update.step import train
 from trainer.update.step_stats import StepStats
 
@@ -96,7 +96,7 @@ def test_answers_behind_another_prompt_have_neither_routes_nor_pictures_of_their
         pictures=pictures,
     )
     given.check()
-    moved = mismatched(given, [range(sequences)])
+    moved = with_shifted_answers(given, [range(sequences)])
     moved.check()
     assert not len(moved.routes)
     assert all(shown == [Picture("a", 0, 2)] for shown in moved.pictures)
@@ -197,7 +197,10 @@ def answers_behind(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 def test_each_answer_stands_behind_the_next_prompt_of_its_step() -> None:
     batch = batch_of(settings(algorithm="kto"))
-    own, other = answers_behind(batch), answers_behind(mismatched(batch, [range(0, 5), range(5, 12)]))
+    own, other = (
+        answers_behind(batch),
+        answers_behind(with_shifted_answers(batch, [range(0, 5), range(5, 12)])),
+    )
     longest = max(len(prompt) + len(answer) for prompt, answer in own)
     for k, (prompt, answer) in enumerate(other):
         before = {0: 4, 5: 11}.get(k, k - 1)
@@ -216,7 +219,7 @@ def test_gradient_is_that_of_ktos_loss(
         alone = [fill(batch, [[Bundle([k], n)]]) for k, n in enumerate(batch.input_tokens.tolist())]
         return torch.stack([(learner.logprobs(m)[0] - learner.reference_logprobs(m)).sum() for m in alone])
 
-    distance = log_ratios(mismatched(batch, [range(2 * PAIRS)])).mean().detach().clamp(min=0)
+    distance = log_ratios(with_shifted_answers(batch, [range(2 * PAIRS)])).mean().detach().clamp(min=0)
     signs = torch.from_numpy(batch.advantages)
     margins = BETA * signs * (log_ratios(batch) - distance)
     loss = (torch.where(signs > 0, 1.0, 1.5) * (1 - margins.sigmoid())).mean()

@@ -11,7 +11,7 @@ import torch
 
 from rollout.trajectory import Group
 from trainer.batch.batch import Batch
-from trainer.batch.building import Older, build_batch
+from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.batch.packing import Bundle, fill
 from trainer.documents import TrainRequest
 from trainer.model.learner import Learner, build_learner, learning_rate
@@ -170,7 +170,7 @@ def test_window_over_two_temperatures_is_trained_as_each_is_with_its_own(
     rng = np.random.default_rng(3)
     own, older = ([group(slot, [0.0, 1.0], rng) for slot in range(6)] for _ in "12")
     about = {"manifest_sha256": "m", "policy": "p", "seed": 0, "settings": one_step}
-    both = build_batch(own, temperature=0.6, older=[Older(older, temperature=1.7)], **about)
+    both = build_batch(own, temperature=0.6, older=[ReplayedGroups(older, temperature=1.7)], **about)
     assert 0 < (both.temperatures == np.float32(0.6)).sum() < len(both)
     gradients, tokens = [], []
     for batch in (both, *(of_temperature(both, t) for t in (0.6, 1.7))):

@@ -10,8 +10,8 @@ from coordinator.directory import manifests
 from coordinator.directory.file_names import Beat, Flag
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.parts import PartWriter
-from coordinator.protocol.exits import Ended, Exit
-from coordinator.protocol.records import Given, claim
+from coordinator.protocol.exits import Exit, NodeEnded
+from coordinator.protocol.records import GivenSettings, claim
 from coordinator.settings.loading import build
 from rollout.quota import Quota
 from rollout.trajectory import Group
@@ -26,7 +26,7 @@ from tests.coordinator.examples import (
     write_json,
 )
 
-GIVEN = Given(host="node", settings={"cluster.num_nodes": 2, "cluster.beat_s": 0.01})
+GIVEN = GivenSettings(host="node", settings={"cluster.num_nodes": 2, "cluster.beat_s": 0.01})
 SETTINGS = build({"cluster.num_nodes": 2, "cluster.beat_s": 0.01})
 N = 2
 """The interrupted iteration; 1 is finished."""
@@ -103,7 +103,7 @@ def everything(root: Path) -> dict[str, bytes]:
 
 def refused(run_dir: RunDir, **how: bool) -> str:
     """What a cleanup says that refuses with exit code 1."""
-    with pytest.raises(Ended) as end:
+    with pytest.raises(NodeEnded) as end:
         cleanup(run_dir.root, N, **how)
     assert end.value.code is Exit.FAILED and "\n" not in end.value.text
     return end.value.text

@@ -15,7 +15,7 @@ from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.main import run_node
 from coordinator.protocol import placement_records, records
-from coordinator.protocol.exits import Ended, Exit
+from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.placement_records import Placement
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import whole_board
@@ -124,7 +124,7 @@ def test_worker_that_has_looked_just_before_devices_are_placed_looks_again(
 ) -> None:
     placement_records.publish_placement(tmp_path, APART)
     for placement, code in ((before, Exit.MOVED), (APART, Exit.LOST)):
-        with pytest.raises(Ended) as ended:
+        with pytest.raises(NodeEnded) as ended:
             await_master(RunDir(tmp_path, crew), placement, 0.1, 30.0)
         assert ended.value.code is code
 

@@ -27,7 +27,7 @@ def test_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> bool:
-        raise verify.NotMade("iteration 6 could not be made again: --reward a:b: no module")
+        raise verify.IterationNotRepeatable("iteration 6 could not be made again: --reward a:b: no module")
 
     for name, stand_in in {
         "Run": lambda _: SimpleNamespace(run_dir=None),

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.console.doctor import probe as probe
+from coordinator.console.doctor import probe
 from coordinator.console.doctor.checks import Check
 from coordinator.console.doctor.partner import Partner, PartnerError
 from coordinator.console.doctor.report import Report

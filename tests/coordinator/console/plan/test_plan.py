@@ -16,9 +16,9 @@ from coordinator.console.plan import command
 from coordinator.console.plan.measure import Findings, measure
 from coordinator.console.plan.propose import (
     Device,
-    Measured,
+    IterationLoad,
     Option,
-    Work,
+    RunFigures,
     propose,
     rank_weights,
     seconds_each,
@@ -43,19 +43,19 @@ def anything(_rollout: Sequence[int], _train: Sequence[int]) -> str:
     return ""
 
 
-def constant(count: int, rollout_s: float, train_s: float, swap_s: float, **more: float) -> Measured:
+def constant(count: int, rollout_s: float, train_s: float, swap_s: float, **more: float) -> RunFigures:
     """A run on `count` equal devices of one machine, whose rollout and training take so long on all."""
     seconds = dict.fromkeys(["rollout_fixed_s", "train_fixed_s", "load_s", "other_s"], 0.0) | more
-    iterations = (Work(100.0 * count * rollout_s, count * train_s),) * 4
-    return Measured((Device(0, 100.0),) * count, iterations, sleep_s=swap_s, **seconds)
+    iterations = (IterationLoad(100.0 * count * rollout_s, count * train_s),) * 4
+    return RunFigures((Device(0, 100.0),) * count, iterations, sleep_s=swap_s, **seconds)
 
 
 measurements = st.builds(
-    Measured,
+    RunFigures,
     devices=st.lists(st.tuples(st.integers(0, 3), st.floats(1.0, 1e4)), min_size=1, max_size=9).map(
         lambda made: tuple(Device(*one) for one in sorted(made))
     ),
-    iterations=st.lists(st.builds(Work, SECONDS, SECONDS), min_size=3, max_size=5).map(tuple),
+    iterations=st.lists(st.builds(IterationLoad, SECONDS, SECONDS), min_size=3, max_size=5).map(tuple),
     rollout_fixed_s=SECONDS,
     train_fixed_s=SECONDS,
     sleep_s=SECONDS,
@@ -66,7 +66,7 @@ measurements = st.builds(
 
 @given(measurements, st.integers(0, 9))
 def test_proposal_is_the_fastest_option_that_is_not_refused_and_leaves_no_crew_empty(
-    measured: Measured, most: int
+    measured: RunFigures, most: int
 ) -> None:
     def refuse(_rollout: Sequence[int], train: Sequence[int]) -> str:
         return "too small" if len(train) < most else ""
@@ -125,21 +125,21 @@ def test_known_run_gets_the_known_split() -> None:
         constant(1, 30.0, 10.0, swap_s=100.0),
     ],
 )
-def test_one_crew_stays_where_two_are_not_faster(measured: Measured) -> None:
+def test_one_crew_stays_where_two_are_not_faster(measured: RunFigures) -> None:
     assert propose(measured, anything)[0].is_collocated
 
 
 def test_iterations_of_unequal_length_ask_for_a_higher_level() -> None:
     regular = constant(2, 10.0, 10.0, swap_s=50.0)
-    work = [Work(200.0 * 10.0 * factor, 2 * 10.0 * (2 - factor)) for factor in (0.1, 0.1, 1.9, 1.9)]
-    uneven = Measured(**{**vars(regular), "iterations": tuple(work)})
+    work = [IterationLoad(200.0 * 10.0 * factor, 2 * 10.0 * (2 - factor)) for factor in (0.1, 0.1, 1.9, 1.9)]
+    uneven = RunFigures(**{**vars(regular), "iterations": tuple(work)})
     assert propose(regular, anything)[0].level == 1
     assert propose(uneven, anything)[0].level > 1
 
 
 def test_fast_machine_may_generate_or_train_wherever_it_stands() -> None:
     devices = (Device(0, 300.0), Device(1, 100.0), Device(2, 100.0))
-    measured = Measured(devices, (Work(3000.0, 1.0),) * 3, 0.0, 0.0, 50.0, 0.0, 0.0)
+    measured = RunFigures(devices, (IterationLoad(3000.0, 1.0),) * 3, 0.0, 0.0, 50.0, 0.0, 0.0)
     halves = {(option.rollout, option.train) for option in propose(measured, anything)}
     assert {((0,), (1, 2)), ((1, 2), (0,))} <= halves
     assert propose(measured, anything)[0].rollout == (0, 1)
@@ -148,7 +148,7 @@ def test_fast_machine_may_generate_or_train_wherever_it_stands() -> None:
 def test_weights_hold_in_both_crews() -> None:
     rates = ((0, 100.0), (0, 100.0), (1, 100.0), (1, 100.0), (1, 100.0), (2, 50.0), (2, 50.0))
     devices = tuple(Device(machine, rate) for machine, rate in rates)
-    measured = Measured(devices, (Work(1.0, 1.0),) * 3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    measured = RunFigures(devices, (IterationLoad(1.0, 1.0),) * 3, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def weights(rollout: tuple[int, ...], train: tuple[int, ...]) -> tuple[float, ...]:
         return rank_weights(measured, Option(rollout, train, 1, 0.0, 0.0, 0.0, 0.0))

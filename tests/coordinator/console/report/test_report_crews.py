@@ -8,14 +8,14 @@ import pytest
 
 from coordinator.console.report import curves, write_report
 from coordinator.console.report.crews import (
-    Crew,
+    CrewFigures,
     ahead_s,
     busy_s,
     idle_fraction,
     side_by_side,
     what_would_balance,
 )
-from coordinator.console.report.sources import Told, read_crews
+from coordinator.console.report.sources import CrewEvents, read_crews
 from coordinator.console.report.timeline import IDLE, Timelines
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.directory.layout import MASTER
@@ -25,7 +25,7 @@ AHEAD_S = 77_777.0 - 5000.0
 """How far the clock of the machine that trains is ahead of that of the rollout crew's master."""
 
 
-def told_by(root: Path, rollout_s: float, train_s: float, level: int = 1) -> list[Told]:
+def told_by(root: Path, rollout_s: float, train_s: float, level: int = 1) -> list[CrewEvents]:
     make_crews(root, rollout_s, train_s, level, iterations=8 * (1 + level))
     return read_crews(crew_dirs(root))
 
@@ -83,30 +83,42 @@ def test_time_in_which_an_epoch_changes_is_not_spent_waiting_for_the_other_crew(
     ("rollout", "train", "level", "said"),
     [
         (
-            Crew(12.0, 2),
-            Crew(6.0, 1),
+            CrewFigures(12.0, 2),
+            CrewFigures(6.0, 1),
             1,
             "No other split of the 3 devices is faster; one more for generation",
         ),
-        (Crew(12.0, 2), Crew(6.0, 1), 1, "would make it 8.0 s, if that scales linearly"),
-        (Crew(12.0, 2), Crew(3.0, 2), 1, "3 devices for generation and 1 for training would be best: 8.0 s"),
-        (Crew(6.0, 3), Crew(20.0, 2), 1, "2 devices for generation and 3 for training would be best: 13.3 s"),
+        (CrewFigures(12.0, 2), CrewFigures(6.0, 1), 1, "would make it 8.0 s, if that scales linearly"),
         (
-            Crew(6.0, 1),
-            Crew(6.0, 1),
+            CrewFigures(12.0, 2),
+            CrewFigures(3.0, 2),
+            1,
+            "3 devices for generation and 1 for training would be best: 8.0 s",
+        ),
+        (
+            CrewFigures(6.0, 3),
+            CrewFigures(20.0, 2),
+            1,
+            "2 devices for generation and 3 for training would be best: 13.3 s",
+        ),
+        (
+            CrewFigures(6.0, 1),
+            CrewFigures(6.0, 1),
             2,
             "An iteration costs the longer of the two, 6.0 s. The crews are balanced.",
         ),
         (
-            Crew(6.0, 1),
-            Crew(5.0, 1),
+            CrewFigures(6.0, 1),
+            CrewFigures(5.0, 1),
             0,
             "take turns, so an iteration costs the sum, 11.0 s; with --max-async",
         ),
-        (Crew(90.0, 1), Crew(1.0, 1), 1, "one more for generation would make it 45.0 s"),
+        (CrewFigures(90.0, 1), CrewFigures(1.0, 1), 1, "one more for generation would make it 45.0 s"),
     ],
 )
-def test_report_says_what_would_balance_the_crews(rollout: Crew, train: Crew, level: int, said: str) -> None:
+def test_report_says_what_would_balance_the_crews(
+    rollout: CrewFigures, train: CrewFigures, level: int, said: str
+) -> None:
     text = what_would_balance(rollout, train, level)
     assert said in text and text.startswith("Generation takes ")
 

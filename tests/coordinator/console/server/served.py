@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from coordinator.console.server.access import Access
+from coordinator.console.server.access import TokenCheck
 from coordinator.console.server.app import Service
 from coordinator.console.server.client import Server
 from coordinator.machine.network import LOOPBACK
@@ -54,7 +54,7 @@ def serving(root: Path, **more: Any) -> Iterator[Served]:
     ports: list[int] = []
 
     async def serve() -> None:
-        runner = web.AppRunner(Service(root, Access(TOKEN), **more).app(), shutdown_timeout=0.1)
+        runner = web.AppRunner(Service(root, TokenCheck(TOKEN), **more).app(), shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, LOOPBACK, 0).start()
         ports.append(runner.addresses[0][1])

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.console.commands.alone import alone
 from coordinator.console.commands.serve import serve
-from coordinator.console.server.access import FILE, Access, find_token
+from coordinator.console.server.access import FILE, TokenCheck, find_token
 from coordinator.console.server.client import TOKEN_VARIABLE, Server, ServerError, main
 from coordinator.console.server.launchers import Launcher
 from coordinator.machine.network import LOOPBACK
@@ -64,7 +64,7 @@ def test_token_file_that_cannot_serve_is_refused(
 
 
 def test_only_the_token_itself_is_taken() -> None:
-    access = Access(TOKEN)
+    access = TokenCheck(TOKEN)
     assert access.has_token(f"Bearer {TOKEN}") and access.has_token(f"bearer {TOKEN} ")
     for wrong in ("", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer \udcff"):
         assert not access.has_token(wrong)

@@ -15,9 +15,9 @@ import pytest
 from coordinator.console.server import jobs
 from coordinator.console.server.jobs import Job, UnknownJob, state_of
 from coordinator.console.server.launchers import Launcher
-from coordinator.console.server.readings import Readings
+from coordinator.console.server.readings import JobReader
 from coordinator.console.server.runner import EXIT, OUTPUT, PROCESS
-from coordinator.console.server.starts import Conflict, Start
+from coordinator.console.server.starts import Conflict, JobStart
 from coordinator.console.server.submission import Submission
 from coordinator.machine.network import pid_space
 from tests.coordinator.console.server.made_jobs import CLAIM, Script, until
@@ -73,8 +73,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made = jobs.submit(tmp_path, Submission("sums", ("--iterations=3",), {"x.jsonl": b"{}"}))
     yield made
     for path in made.folder.glob("*_0*"):
-        if Start(path).is_alive():
-            Start(path).signal(signal.SIGKILL)
+        if JobStart(path).is_alive():
+            JobStart(path).signal(signal.SIGKILL)
 
 
 def test_submission_that_broke_off_is_no_job_until_it_is_sent_again(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_guest_is_told_of_in_the_job_with_its_last_words(job: Job, monkeypatch: 
     monkeypatch.setattr(jobs, "run_command", lambda *words: fails)
     job.add_guest(0)
     until(lambda: job.guests()[0].has(EXIT))
-    (told,) = Readings().tell(job)["guests"]
+    (told,) = JobReader().tell(job)["guests"]
     assert told == {"number": 1, "state": "failed", "error": "run: splits its rollouts"}
 
 

@@ -7,11 +7,11 @@ import psutil
 import pytest
 
 from coordinator.console.server import jobs
-from coordinator.console.server.access import Access
+from coordinator.console.server.access import TokenCheck
 from coordinator.console.server.app import Service, _listed
 from coordinator.console.server.jobs import Job
 from coordinator.console.server.launchers import Launcher
-from coordinator.console.server.readings import Readings
+from coordinator.console.server.readings import JobReader
 from coordinator.console.server.runner import EXIT, PROCESS
 from coordinator.console.server.starts import Conflict
 from coordinator.console.server.submission import Submission
@@ -26,7 +26,7 @@ def test_stopped_job_of_another_machine_holds_up_no_other(tmp_path: Path) -> Non
     with pytest.raises(Conflict):
         away.stop(Launcher(), now=False)
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    begin_next(tmp_path, Script(), Readings(), 1)
+    begin_next(tmp_path, Script(), JobReader(), 1)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
     until(job.start().exit_code)
@@ -51,7 +51,7 @@ def test_job_with_a_damaged_file_is_listed_as_lost_and_holds_up_no_other(
     (folder / PROCESS).write_text(json.dumps(CLAIM))
     (folder / name).write_text(text)
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
+    service = Service(tmp_path, TokenCheck("a-token-of-the-tests"), Script())
     begin_next(tmp_path, Script(), service.readings, 1)
     assert job.start().has(PROCESS)
     job.stop(Script(), now=True)
@@ -69,7 +69,7 @@ def test_job_whose_run_cannot_be_read_counts_only_while_it_is_there(
     broken.begin(Script())
     until(lambda: broken.start().has(PROCESS))
     job = jobs.submit(tmp_path, Submission("sums", (), {}))
-    service = Service(tmp_path, Access("a-token-of-the-tests"), Script())
+    service = Service(tmp_path, TokenCheck("a-token-of-the-tests"), Script())
 
     def damaged(_job: Job) -> None:
         raise KeyError("state")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.console.views.samples import Order, choose, show_samples
+from coordinator.console.views.samples import Order, choose_samples, show_samples
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.manifests import manifest, publish_manifest
 from coordinator.directory.parts import PartWriter
@@ -25,7 +25,7 @@ from tests.coordinator.examples import ORIGIN, group, run_dir_at, write_json
 )
 def test_samples_are_chosen_by_reward(order: Order, rewards: list[float]) -> None:
     groups = [group(0, rewards=(1.0, 0.0)), group(1, rewards=(0.5, 0.5))]
-    assert [chosen.sample.reward for chosen in choose(groups, order)] == rewards
+    assert [chosen.sample.reward for chosen in choose_samples(groups, order)] == rewards
 
 
 @pytest.fixture

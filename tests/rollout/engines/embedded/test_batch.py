@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rollout.counter_rng import uniforms
 from rollout.engines.embedded import engine as engine_module
-from rollout.engines.embedded.batch import Generation, Row, draw
+from rollout.engines.embedded.batch import Generation, SampleInProgress, draw_tokens
 from rollout.engines.embedded.endings import completed_stop_string, in_front
-from rollout.engines.embedded.engine import EngineStopped, TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine, EngineStopped
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.models import EOS
@@ -25,9 +25,9 @@ WAIT_S = 60
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path) -> TorchEngine:
+def engine(model_dir: Path) -> EmbeddedEngine:
     torch.set_num_threads(1)
-    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=256)
+    engine = EmbeddedEngine(model_dir, dtype=torch.float64, max_batch=256)
     engine.start()
     return engine
 
@@ -55,11 +55,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [random.Random(f"{length}/{seed}/{i}").randrange(3, 40) for i in range(length)]
 
 
-def rows_of(future: "Future[list[Row]]") -> list[Row]:
+def rows_of(future: "Future[list[SampleInProgress]]") -> list[SampleInProgress]:
     return future.result(timeout=WAIT_S)
 
 
-def tokens_of(future: "Future[list[Row]]") -> list[list[int]]:
+def tokens_of(future: "Future[list[SampleInProgress]]") -> list[list[int]]:
     return [row.token_ids for row in rows_of(future)]
 
 
@@ -70,7 +70,7 @@ def drawn(
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
     rows = {name: settings.get(name, [value] * len(u)) for name, value in neutral.items()}
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
-    return draw(logits, u=u, **{**tensors, "top_k": tensors["top_k"].long()})
+    return draw_tokens(logits, u=u, **{**tensors, "top_k": tensors["top_k"].long()})
 
 
 def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def reference_logprobs(model: torch.nn.Module, prompt: list[int], completion: li
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_tokens_and_logprobs_agree_with_a_plain_forward(
-    engine: TorchEngine, reference: torch.nn.Module, temperature: float
+    engine: EmbeddedEngine, reference: torch.nn.Module, temperature: float
 ) -> None:
     futures = [
         engine.submit(generation(prompt_of(length), n=3, seed=7, max_tokens=20, temperature=temperature))
@@ -109,7 +109,7 @@ def test_tokens_and_logprobs_agree_with_a_plain_forward(
 
 
 def test_logprobs_agree_with_a_forward_in_float64_to_its_precision(
-    engine: TorchEngine, model_dir: Path
+    engine: EmbeddedEngine, model_dir: Path
 ) -> None:
     model = load_model(model_dir, torch.float64)
     (row,) = rows_of(engine.submit(generation(prompt_of(9), max_tokens=30, seed=3)))
@@ -120,7 +120,7 @@ def test_logprobs_agree_with_a_forward_in_float64_to_its_precision(
 
 
 @pytest.mark.parametrize("others", [1, 50, 255])
-def test_tokens_are_the_same_in_any_company(engine: TorchEngine, others: int) -> None:
+def test_tokens_are_the_same_in_any_company(engine: EmbeddedEngine, others: int) -> None:
     watched = [(prompt_of(length, 1), 100 + length) for length in (1, 3, 17)]
     alone = [rows_of(engine.submit(generation(p, seed=s, max_tokens=24))) for p, s in watched]
     company = [generation(prompt_of(1 + i % 37, 2), seed=i, max_tokens=1 + i % 30) for i in range(others)]
@@ -136,10 +136,10 @@ def test_tokens_are_the_same_in_any_company(engine: TorchEngine, others: int) ->
 
 
 @pytest.mark.parametrize("max_batch", [1, 3, 64])
-def test_tokens_do_not_depend_on_max_batch(engine: TorchEngine, model_dir: Path, max_batch: int) -> None:
+def test_tokens_do_not_depend_on_max_batch(engine: EmbeddedEngine, model_dir: Path, max_batch: int) -> None:
     requests = [(prompt_of(1 + 5 * i), 10 * i) for i in range(5)]
     expected = [tokens_of(engine.submit(generation(p, n=4, seed=s))) for p, s in requests]
-    other = TorchEngine(model_dir, dtype=torch.float64, max_batch=max_batch)
+    other = EmbeddedEngine(model_dir, dtype=torch.float64, max_batch=max_batch)
     other.start()
     futures = [other.submit(generation(p, n=4, seed=s)) for p, s in requests]
     assert [tokens_of(future) for future in futures] == expected
@@ -182,7 +182,7 @@ def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> Non
 
 
 def test_prompt_that_is_only_scored_does_not_wait_for_company(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("QUIET_S", "GATHER_S"):
         monkeypatch.setattr(engine_module, name, 2.0 * WAIT_S)
@@ -195,7 +195,7 @@ def test_nobody_waits_for_a_prompt_that_the_model_fails_on(
     def fail(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
+    engine = EmbeddedEngine(model_dir, dtype=torch.float64, max_batch=64)
     monkeypatch.setattr(PaddedBatch, "_prefill", fail)
     futures = [engine.submit(generation(prompt_of(length), n=3)) for length in (2, 5)]
     engine.start()
@@ -212,7 +212,7 @@ def test_nobody_waits_for_a_sequence_that_the_model_fails_to_score(
         raise RuntimeError("not enough memory")
 
     monkeypatch.setattr(PaddedBatch, "prompt_logprobs", fail)
-    engine = TorchEngine(model_dir, dtype=torch.float64, max_batch=64)
+    engine = EmbeddedEngine(model_dir, dtype=torch.float64, max_batch=64)
     engine.start()
     with pytest.raises(EngineStopped, match="not enough memory"):
         engine.prompt_logprobs(prompt_of(5)).result(timeout=WAIT_S)
@@ -221,20 +221,20 @@ def test_nobody_waits_for_a_sequence_that_the_model_fails_to_score(
     assert not engine.healthy
 
 
-def test_sample_j_of_n_is_the_first_sample_of_seed_plus_j(engine: TorchEngine) -> None:
+def test_sample_j_of_n_is_the_first_sample_of_seed_plus_j(engine: EmbeddedEngine) -> None:
     together = tokens_of(engine.submit(generation(prompt_of(4), n=5, seed=30)))
     each = [tokens_of(engine.submit(generation(prompt_of(4), seed=30 + j)))[0] for j in range(5)]
     assert together == each
     assert len({tuple(tokens) for tokens in together}) == 5
 
 
-def test_largest_seeds_and_negative_ones_are_drawn_with(engine: TorchEngine) -> None:
+def test_largest_seeds_and_negative_ones_are_drawn_with(engine: EmbeddedEngine) -> None:
     for seed in (2**63 - 1, -1, -(2**63)):
         one, two = (tokens_of(engine.submit(generation(prompt_of(4), n=2, seed=seed))) for _ in range(2))
         assert one == two
 
 
-def test_max_tokens_cuts_and_end_of_sequence_stops(engine: TorchEngine) -> None:
+def test_max_tokens_cuts_and_end_of_sequence_stops(engine: EmbeddedEngine) -> None:
     rows = rows_of(engine.submit(generation(prompt_of(3), n=200, max_tokens=10, temperature=2.0)))
     reasons = {row.finish_reason for row in rows}
     assert reasons == {"stop", "length"}
@@ -322,7 +322,7 @@ def test_logits_that_are_not_finite_are_an_error(narrowed: dict[str, list[float]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_generate_too(model_dir: Path, dtype: torch.dtype) -> None:
-    engine = TorchEngine(model_dir, dtype=dtype, max_batch=8)
+    engine = EmbeddedEngine(model_dir, dtype=dtype, max_batch=8)
     engine.start()
     (row,) = rows_of(engine.submit(generation(prompt_of(5))))
     assert row.token_ids and all(logprob <= 0 for logprob in row.logprobs)

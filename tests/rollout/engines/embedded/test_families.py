@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rollout.engines.embedded import batch_choice
-from rollout.engines.embedded.batch import Batch, Generation, Row
+from rollout.engines.embedded.batch import Batch, Generation, SampleInProgress
 from rollout.engines.embedded.batch_choice import batch_maker
 from rollout.engines.embedded.cohorts import Cohorts
-from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.embedded.padded import PaddedBatch
 from rollout.engines.embedded.weights import load_model
 from tests.adapters import make_adapter
@@ -85,8 +85,8 @@ def family(
     return request.param, make_family(tmp_path_factory.mktemp(request.param), request.param, model_dir)
 
 
-def started(directory: Path, max_batch: int = 64) -> TorchEngine:
-    engine = TorchEngine(directory, dtype=torch.float64, max_batch=max_batch)
+def started(directory: Path, max_batch: int = 64) -> EmbeddedEngine:
+    engine = EmbeddedEngine(directory, dtype=torch.float64, max_batch=max_batch)
     engine.start()
     return engine
 
@@ -96,15 +96,15 @@ def generation(length: int, *, n: int = 2, max_tokens: int = 24, seed: int = 0) 
     return Generation(prompt, n, max_tokens, 1.0, 1.0, (), seed)
 
 
-def rows_of(future: "Future[list[Row]]") -> list[Row]:
+def rows_of(future: "Future[list[SampleInProgress]]") -> list[SampleInProgress]:
     return future.result(timeout=WAIT_S)
 
 
-def tokens_of(future: "Future[list[Row]]") -> list[list[int]]:
+def tokens_of(future: "Future[list[SampleInProgress]]") -> list[list[int]]:
     return [row.token_ids for row in rows_of(future)]
 
 
-def error_of(model: torch.nn.Module, row: Row) -> float:
+def error_of(model: torch.nn.Module, row: SampleInProgress) -> float:
     """The largest difference to a plain forward pass over the whole row, alone."""
     prompt = row.generation.prompt_ids
     ids = torch.tensor([prompt + row.token_ids])
@@ -133,7 +133,7 @@ def test_row_gets_the_logprobs_that_the_model_gives_it_alone(family: tuple[str, 
     assert max(error_of(model, row) for row in rows) < precision
     assert kind_of(batch_maker(model)(model)) == kind
     prompt = generation(17).prompt_ids
-    row = Row(Generation(prompt[:1], 1, 16, 1.0, 1.0, (), 0), 0, token_ids=prompt[1:])
+    row = SampleInProgress(Generation(prompt[:1], 1, 16, 1.0, 1.0, (), 0), 0, token_ids=prompt[1:])
     row.logprobs = engine.prompt_logprobs(prompt).result(WAIT_S)
     assert error_of(model, row) < precision
 

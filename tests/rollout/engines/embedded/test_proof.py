@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rollout.engines import content
 from rollout.engines.admin import EngineAdmin, WrongWeights
 from rollout.engines.content import WrongContent
-from rollout.engines.embedded.engine import TorchEngine
+from rollout.engines.embedded.engine import EmbeddedEngine
 from rollout.engines.model_dir import WeightsError
 from tests.adapters import make_adapter
 from tests.models import make_model, stepped
@@ -40,27 +40,27 @@ def new(old: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(old: Path) -> TorchEngine:
+def engine(old: Path) -> EmbeddedEngine:
     return started(old, torch.float64)
 
 
-def started(model: Path, dtype: torch.dtype) -> TorchEngine:
-    engine = TorchEngine(model, dtype=dtype, max_batch=4)
+def started(model: Path, dtype: torch.dtype) -> EmbeddedEngine:
+    engine = EmbeddedEngine(model, dtype=dtype, max_batch=4)
     engine.start()
     return engine
 
 
-def parameters(engine: TorchEngine) -> dict[str, Any]:
+def parameters(engine: EmbeddedEngine) -> dict[str, Any]:
     return dict(engine._batch.model.named_parameters())
 
 
-def prove(engine: TorchEngine, *directories: Path | None) -> list[str]:
+def prove(engine: EmbeddedEngine, *directories: Path | None) -> list[str]:
     model, adapter = (*directories, None, None)[:2]
     return engine.prove(model, adapter).result()
 
 
 def test_engine_proves_what_it_was_started_with_and_what_it_loads(
-    engine: TorchEngine, old: Path, new: Path
+    engine: EmbeddedEngine, old: Path, new: Path
 ) -> None:
     engine.reload(old).result()
     assert prove(engine) == prove(engine, old) == []
@@ -72,7 +72,7 @@ def test_engine_proves_what_it_was_started_with_and_what_it_loads(
 
 @pytest.mark.parametrize("name", KINDS.values(), ids=KINDS)
 def test_tensor_that_is_a_step_behind_is_found_and_named(
-    engine: TorchEngine, old: Path, new: Path, name: str
+    engine: EmbeddedEngine, old: Path, new: Path, name: str
 ) -> None:
     engine.reload(old).result()
     with torch.inference_mode():
@@ -102,7 +102,7 @@ def adapters(old: Path, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 @pytest.mark.parametrize("stale", ["merged", "own"])
 def test_weight_of_a_layer_with_an_adapter_that_is_a_step_behind_is_found(
-    engine: TorchEngine, old: Path, new: Path, adapters: tuple[Path, Path], stale: str
+    engine: EmbeddedEngine, old: Path, new: Path, adapters: tuple[Path, Path], stale: str
 ) -> None:
     layer = "model.layers.0.self_attn.q_proj"
     with torch.inference_mode():
@@ -136,7 +136,9 @@ def test_server_says_what_is_wrong_and_with_what(
         admin.prove(other)
 
 
-def test_directory_that_cannot_be_read_is_no_proof_of_anything(engine: TorchEngine, tmp_path: Path) -> None:
+def test_directory_that_cannot_be_read_is_no_proof_of_anything(
+    engine: EmbeddedEngine, tmp_path: Path
+) -> None:
     with pytest.raises(WeightsError, match="gone: is no directory"):
         prove(engine, tmp_path / "gone")
 
@@ -157,12 +159,12 @@ def test_mount_that_fails_for_a_moment_is_read_again_and_one_that_stays_away_end
     errors[:] = forever
     with pytest.raises(WeightsError, match="cannot be read"):
         prove(engine, old)
-    monkeypatch.setattr(TorchEngine, "_reload", lambda *_: read(old))
+    monkeypatch.setattr(EmbeddedEngine, "_reload", lambda *_: read(old))
     with pytest.raises(WeightsError, match=r"cannot be read.*not now"):
         engine.reload(old).result()
     with monkeypatch.context() as patched:  # what torch says of a file that it maps
         gone = tmp_path / "model.safetensors"
-        patched.setattr(TorchEngine, "_reload", lambda *_: torch.from_file(str(gone), size=4))
+        patched.setattr(EmbeddedEngine, "_reload", lambda *_: torch.from_file(str(gone), size=4))
         with pytest.raises(WeightsError, match=r"cannot be read.*No such file"):
             engine.reload(old).result()
     assert engine.healthy

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engines.completion import whole_characters
-from rollout.engines.embedded.text import Texts
+from rollout.engines.embedded.text import TextTokenizer
 
 SAID = ("a\u20ac\U0001f600\u00e9 " + 9 * "\u4f60\u597d" + ".").encode()
 BROKEN = b"\xf0\x9f\x98\xf0\x9f\x98\xf0\x9f\x98\xf0\x9f\x98"  # characters without their ends
@@ -41,7 +41,7 @@ def test_text_that_is_cut_within_a_character_is_put_together_again(
     made: Any, said: bytes, tmp_path: Path
 ) -> None:
     PreTrainedTokenizerFast(tokenizer_object=made()).save_pretrained(tmp_path)
-    texts = Texts(tmp_path)
+    texts = TextTokenizer(tmp_path)
     prompt = list(b"ask: ")
 
     def completion(before: bytes, after: bytes) -> str:

@@ -18,7 +18,8 @@ def table(heading: str) -> list[list[set[str]]]:
 
 def test_files_that_the_page_names_are_there() -> None:
     named = set(re.findall(r"`([\w.]+/[\w./]+\.\w+)`", PAGE))
-    assert sorted(name for name in named if not (REPOSITORY / name).exists()) == ["build/site/index.html"]
+    named.remove("build/site/index.html")  # made by `make docs`
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
     assert len(named) > 100
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from rollout.engines.content import saved_sums
 from rollout.engines.model_dir import CONTENT, WeightsError, check_model_dir, policy_digest, tensor_names
-from rollout.storage import delta, files, hashing, retry, writer
+from rollout.storage import delta, hashing, retry, writer
 from rollout.storage.hashing import checksums
 from rollout.storage.writer import Writer
 from tests.faultfs import FaultFs, unavailable
@@ -522,7 +522,7 @@ def test_what_is_hashed_read_and_written_is_progress(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (files, writer):
+    for module in (hashing, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(progress, "PART_BYTES", 10_000)
     said: list[tuple[int, int]] = []
@@ -553,7 +553,7 @@ def test_ranks_of_a_node_hash_a_share_each_and_learn_the_others(
     hashed: list[str] = []
     real = hashing.file_facts
     monkeypatch.setattr(
-        files, "file_facts", lambda path, moved: hashed.append(path.name) or real(path, moved)
+        hashing, "file_facts", lambda path, moved: hashed.append(path.name) or real(path, moved)
     )
     nodes = [0, 0, 0, 1, 1]  # three ranks on one node, two on the other
     shares: dict[int, Any] = {}

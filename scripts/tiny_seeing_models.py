@@ -5,6 +5,7 @@ the page of families.
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,7 +26,7 @@ from trainer.batch.batch import Batch
 from trainer.batch.building import build_batch
 from trainer.model.tiny import EOS_ID, PAD_ID, make_tokenizer
 
-SIDE, PATCH, WIDTH = 16, 4, 32
+SIDE, PATCH, WIDTH = 16, 4, 64
 SIZES = (20, 24), (20, 24), (40, 12)
 IMAGES = "images"
 """The folder of pictures of noise beside a model."""
@@ -37,9 +39,9 @@ _TEXT: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": 512,
     "initializer_range": SPREAD,
     "pad_token_id": PAD_ID,
@@ -55,7 +57,7 @@ _VISION: dict[str, Any] = {
     "patch_size": PATCH,
     "initializer_range": SPREAD,
 }
-_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 10000.0}}
 _QWEN_VISION = {
     "depth": 2,
     "num_heads": 2,
@@ -105,15 +107,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
-        "text": _ROPE,
+        "text": {"rope_parameters": {**_ROPE["rope_parameters"], "mrope_interleaved": True}},
         "vision": {**_QWEN_VISION, "hidden_size": WIDTH, "out_hidden_size": WIDTH, "intermediate_size": 48,
                    "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         "images": ("Qwen2VLImageProcessorPil", _QWEN_IMAGES),
         "placed": "<|vision_start|><|image_pad|><|vision_end|>",
     },
     "gemma3": {
-        "tokens": ["<boi>", "<eoi>", "<image>"],
+        "tokens": ["<boi>", "<eoi>", "<image>", "\n\n", "\n\n\n", "\n\n\n\n"],
         "named": {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"},
+        "vision": {"vision_use_head": False},
         "text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
         "model": {"mm_tokens_per_image": 4},
         "images": ("Gemma3ImageProcessorPil", _SQUARE),
@@ -151,7 +154,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "paligemma": {
         "tokens": ["<image>"],
         "text": {"model_type": "gemma"},
-        "vision": {"projection_dim": WIDTH},
+        "vision": {"projection_dim": WIDTH, "vision_use_head": False},
         "model": {"projection_dim": WIDTH},
         "images": ("SiglipImageProcessorPil", {**_SQUARE, "image_seq_length": 16}),
     },
@@ -190,6 +193,8 @@ def make_tiny_seeing(family: str, directory: Path) -> Path:
             nn.init.normal_(parameter, std=SPREAD)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS_ID, PAD_ID
     model.save_pretrained(directory)
+    if family in ("llava", "gemma3", "paligemma"):
+        _name_as_on_the_hub(directory)
     tokenizer.save_pretrained(directory)
     name, settings = facts["images"]
     getattr(transformers, name)(**settings).save_pretrained(directory)
@@ -202,6 +207,15 @@ def make_tiny_seeing(family: str, directory: Path) -> Path:
         Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(data, "PNG")
         (directory / IMAGES / digest_of(data.getvalue())).write_bytes(data.getvalue())
     return directory
+
+
+def _name_as_on_the_hub(directory: Path) -> None:
+    """Name the weights of a CLIP or SigLIP tower as vendors' checkpoints do, which vLLM reads too."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    names = {name: re.sub(r"^vision_tower\.(?=(embeddings|encoder|pre_layrnorm|post_layernorm)\.)",
+                          "vision_tower.vision_model.", name) for name in tensors}  # fmt: skip
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def has_pictures(directory: Path) -> bool:

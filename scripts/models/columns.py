@@ -109,15 +109,24 @@ def vllm(directory: Path, server: Path) -> str:
     """Generate the same with vLLM, before and after its weights are loaded anew and proved; `server` is the
     socket of scripts.models.vllm_server. The cell says so if vLLM takes transformers' code for the model.
     """
+    expanded = _shown_prompts(directory)
+    placeholder = PictureReader(directory).placeholder if has_pictures(directory) else 0
+    prompts = [_contracted(prompt, pictures, placeholder) for prompt, pictures in expanded]
+    shown = [[str(directory / IMAGES / one.digest) for one in pictures] for _, pictures in expanded]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(server))
         with connection.makefile("rw") as lines:
-            lines.write(json.dumps({"model": str(directory), "prompts": _prompts()}) + "\n")
+            lines.write(json.dumps({"model": str(directory), "prompts": prompts, "pictures": shown}) + "\n")
             lines.flush()
             answer = json.loads(lines.readline() or '{"failed": "the process died"}')
     if "failed" in answer:
         raise Failed(" ".join(answer["failed"].split()))
-    error = _small(_largest_error(directory, ((*row, ()) for row in answer["rows"])))
+    scored: list[tuple[list[int], list[float], Sequence[Picture]]] = []
+    for number, prompt, ids, logprobs in answer["rows"]:
+        if prompt != expanded[number][0]:
+            raise Failed("it puts other tokens in the place of a picture than the processor")
+        scored.append(([*prompt, *ids], logprobs, expanded[number][1]))
+    error = _small(_largest_error(directory, scored))
     return error if answer["through"] == "vLLM" else rf"{error}\*"
 
 
@@ -167,6 +176,13 @@ def _error(learner: Learner, batch: Batch, packing: Packing) -> float:
 
 def _prompts() -> list[list[int]]:
     return [make_batch().token_ids[:length].tolist() for length in (16, 5)]
+
+
+def _contracted(prompt: list[int], pictures: Sequence[Picture], placeholder: int) -> list[int]:
+    """Return a prompt with a single token in the place of each picture."""
+    bounds = [0, *(bound for picture in pictures for bound in (picture.begin, picture.end)), len(prompt)]
+    texts = [prompt[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    return [*texts[0], *(token for text in texts[1:] for token in (placeholder, *text))]
 
 
 def _shown_prompts(directory: Path) -> list[tuple[list[int], Sequence[Picture]]]:

@@ -15,13 +15,12 @@ family, in float32 on a CPU, and tries it in each way; `tests/scripts/test_model
 number is an error that float32's rounding may make, less than 1e-3. **no** is followed by a larger error, or
 by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU.
 
-Some models compute the positions of all tokens otherwise once a sequence is long: `longrope`, as in Phi 3.5
-and Phi 4 mini, and `dynamic`. No sequence of them gets that long here: for Phi 3.5 the context is
-4096 tokens. Start a server of your own with that as `--max-model-len`.
+Models with `longrope` (Phi 3.5, Phi 4 mini) or `dynamic` compute all positions otherwise once a sequence is
+long. None gets that long here: for Phi 3.5 the context is 4096 tokens, `--max-model-len` of your own server.
 
 - **rows**: what keeps sequences apart that share a row ([gpus.md](gpus.md#batches)): positions, or
   masks, or that one is *alone* in a row; and the largest error of a logprob against the sequence on its own.
-- **shared prompts**: the same, where the prompt is computed once for several samples; *no* where it is not.
+- **shared prompts**: the same, where the prompt is computed once for several samples.
 - **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
   and of the loss. **tensor parallel**: the same, with each layer on two processes.
 - **LoRA**: a step with adapters on all linear layers but routers of experts; how many modules have one.
@@ -33,8 +32,8 @@ and Phi 4 mini, and `dynamic`. No sequence of them gets that long here: for Phi 
 
 PICTURES = """## With pictures
 
-`python -m scripts.models --pictures` tries these with pictures in the prompts. Of `mistral3` transformers
-needs torchvision, of `smolvlm` num2words.
+`python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tries these with pictures. Of `mistral3`
+transformers needs torchvision, of `smolvlm` num2words. vLLM for CPUs looks at pictures of `gemma3` causally.
 """
 SEEING = ("rows", "shared prompts", "sharded", "LoRA", "embedded engine", "vLLM")
 """Columns of the table of families that are shown pictures."""
@@ -47,6 +46,7 @@ SHORTER = {
     r".*does not recognize this architecture.*": "the transformers beside vLLM has no such family",
     r"ValidationError: 1 validation error for ModelConfig Value error, (.*?) \[type=.*": r"\1",
     r"<class '[\w.]*'>": "its class",
+    r"VLLMValidationError: At most (\d) image.*": r"at most \1 picture in a prompt",
 }
 """Patterns in reasons, and what is shown in their place."""
 

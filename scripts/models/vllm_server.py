@@ -3,9 +3,10 @@
     PYTHON -m scripts.models.vllm_server SOCKET
 
 PYTHON has vLLM for CPUs. Each connection is served by a fork of this process, which saves importing vLLM. A
-line of JSON comes in: {"model": a directory, "prompts": lists of token ids}. A line goes out: {"rows": [[a
-row's token ids, their logprobs], ...], "through": whose code the model is}, or {"failed": why}. The process
-ends at the end of its standard input.
+line of JSON comes in: {"model": a directory, "prompts": lists of token ids, "pictures": lists of files, a
+prompt each}. A line goes out: {"rows": [[the number of a prompt, its token ids as vLLM has them, those of a
+row, their logprobs], ...], "through": whose code the model is}, or {"failed": why}. The process ends at the
+end of its standard input.
 """
 
 import json
@@ -70,7 +71,7 @@ def _look_here(look: Callable[[], Any]) -> Any:
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _generate(asked["model"], asked["prompts"])
+        return _generate(asked["model"], asked["prompts"], asked["pictures"])
     except Exception as error:  # whatever a family raises is what its cell says
         cause = _unseen[-1] if _unseen else error
         at = traceback.extract_tb(cause.__traceback__)[-1]
@@ -78,8 +79,9 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         return {"failed": f"{type(cause).__name__}: {said}"}
 
 
-def _generate(model: str, prompts: list[list[int]]) -> dict[str, Any]:
+def _generate(model: str, prompts: list[list[int]], pictures: list[list[str]]) -> dict[str, Any]:
     """Generate before and after the weights are loaded anew and proved, as an engine does in a run."""
+    from PIL import Image
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     llm = LLM(
@@ -95,20 +97,25 @@ def _generate(model: str, prompts: list[list[int]]) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",
         worker_extension_cls=EXTENSION,
+        **({"mm_processor_kwargs": {"use_fast": False}} if any(pictures) else {}),
     )
     sampling = SamplingParams(n=SAMPLES, max_tokens=TOKENS, logprobs=0, temperature=1.0)
-    rows: list[tuple[list[int], list[float]]] = []
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    for request, files in zip(asked, pictures, strict=True):
+        if files:
+            request["multi_modal_data"] = {"image": [Image.open(file).convert("RGB") for file in files]}
+    rows: list[tuple[int, list[int], list[int], list[float]]] = []
     llm.collective_rpc("prove_content")
     for load in ((), ("reload_weights", "repack_kept_weights", "prove_content")):
         for method in load:
             given = {"reload_weights": {"weights_path": model}, "prove_content": {"path": model}}
             llm.collective_rpc(method, kwargs=given.get(method))
-        asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        for prompt, request in zip(prompts, llm.generate(asked, sampling, use_tqdm=False), strict=True):
+        llm.llm_engine.reset_encoder_cache()  # as the pause does in which a server loads weights
+        for number, request in enumerate(llm.generate(asked, sampling, use_tqdm=False)):
             for row in request.outputs:
                 ids = list(row.token_ids)
                 logprobs = [at[one].logprob for at, one in zip(row.logprobs, ids, strict=True)]
-                rows.append(([*prompt, *ids], logprobs))
+                rows.append((number, list(request.prompt_token_ids), ids, logprobs))
     through = "transformers" if llm.model_config.using_transformers_backend() else "vLLM"
     return {"rows": rows, "through": through}
 

@@ -30,6 +30,9 @@ _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 """What processors return of the words."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names under which a model is told of what kind each token is."""
+BETWEEN = "a"
+"""Stands between two pictures when a processor is tried: the line breaks that Gemma 3 has around each would
+become one token."""
 
 
 class PictureMismatch(ValueError):
@@ -77,7 +80,8 @@ class PictureReader:
 
         single, double = (self._processed([Image.new("RGB", (64, 64))] * count) for count in (1, 2))
         lengths = [inputs["input_ids"].shape[1] for inputs in (single, double)]
-        self._added = 2 * lengths[0] - lengths[1]
+        word = len(self._processor.tokenizer.encode(BETWEEN, add_special_tokens=False))
+        self._added = 2 * lengths[0] + word - lengths[1]
         self._axes: dict[str, int] = {}
         for name, tensor in _tensors(single).items():
             axes = [k for k, size in enumerate(tensor.shape) if double[name].shape[k] == 2 * size > 0]
@@ -89,7 +93,7 @@ class PictureReader:
 
     def _processed(self, pictures: Sequence[Any]) -> Mapping[str, Any]:
         return self._processor(
-            text=[self._processor.tokenizer.decode([self.placeholder]) * len(pictures)],
+            text=[BETWEEN.join([self._processor.tokenizer.decode([self.placeholder])] * len(pictures))],
             images=[*pictures],
             add_special_tokens=False,
             return_tensors="pt",

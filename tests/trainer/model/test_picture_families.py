@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from rollout.engines.embedded.picture_input import PictureReader
 from rollout.origin import Sampling
 from rollout.pictures import pictures_in, size_of
 from scripts.tiny_seeing_models import FAMILIES, IMAGES, make_tiny_seeing
@@ -60,6 +63,17 @@ def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(
     others = {first: second, second: first}
     exchanged = [(others.get(digest, digest), *at) for digest, *at in part.pictures]
     assert mismatch(learner, replace(part, pictures=exchanged)) > 1e-3
+
+
+def test_line_breaks_on_both_sides_of_a_picture_stay_although_those_between_two_are_one_token(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_seeing("gemma3", tmp_path / "gemma3")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    two, four = tokenizer.convert_tokens_to_ids(["\n\n", "\n\n\n\n"])
+    assert tokenizer.encode("\n\n\n\n", add_special_tokens=False) == [four]
+    ids = PictureReader(model).example.token_ids
+    assert (ids[0], ids[-1]) == (two, two) and len(ids) == 8
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ FAILS = """
 import os, sys
 spool = os.environ["SPOOL"]
 open(f"{spool}/nccl_trace_rank_3", "w").write("ALLREDUCE started, not ended")
-open(f"{spool}/failed_000001.0", "w").write("Traceback\\nPeerLost: a peer is lost")
+with open(f"{spool}/failed_000001.0.tmp", "w") as file:
+    file.write("Traceback\\nPeerLost: a peer is lost")
+os.rename(file.name, f"{spool}/failed_000001.0")
 sys.stdin.read()
 """
 

@@ -91,14 +91,18 @@ def _parse_file(text: str, suffix: str) -> Any:
     return {} if tree is None else tree
 
 
-def _refuse_twice(node: Any) -> None:
-    """Raise ValueError for a name that a table of a YAML document has twice: the first would be lost."""
+def _refuse_twice(node: Any, above: tuple[Any, ...] = ()) -> None:
+    """Raise ValueError for a name that a table of a YAML document has twice: the first would be lost. So does
+    a table within itself; `above` are those around it.
+    """
     names = set[str]()
     for key, value in getattr(node, "value", ()) if getattr(node, "id", "") == "mapping" else ():
         if isinstance(key.value, str) and key.value in names:
             raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice; put them together")
         names.add(str(key.value))
-        _refuse_twice(value)
+        if value in (node, *above):
+            raise ValueError(f"line {key.start_mark.line + 1}: {key.value} has itself in it; write it out")
+        _refuse_twice(value, (node, *above))
 
 
 def parse_override(text: str) -> tuple[str, Any]:

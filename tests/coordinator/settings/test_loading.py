@@ -574,6 +574,9 @@ def test_section_without_lines_is_nothing_and_one_that_is_there_twice_is_refused
     path.write_text("rollout: {seed: 1}\ntrainer:\n  passes: 1\nrollout: {max_tokens: 8}\n")
     with pytest.raises(SettingsError, match=r"line 4: rollout is there twice; put them together$"):
         read_file(path)
+    path.write_text("trainer: &all\n  passes: 1\n  more: {again: *all}\n")
+    with pytest.raises(SettingsError, match=r"line 3: again has itself in it; write it out$"):
+        read_file(path)
 
 
 def test_list_of_files_is_answered_with_a_pattern() -> None:

@@ -31,14 +31,22 @@ TOKENS = [5, 6, 7, 8, 9, 10]
 
 
 @pytest.fixture
-def host(tmp_path: Path, separate: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHost]:
+def events() -> list[str]:
+    """What the node has written about its engines. A log file appears some time after the first words."""
+    return []
+
+
+@pytest.fixture
+def host(
+    tmp_path: Path, separate: bool, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EngineHost]:
     if not separate:
         for name, value in shared_imports().items():
             monkeypatch.setenv(name, value)
     run_dir = RunDir(tmp_path)
     run_dir.logs(0).mkdir(parents=True)
     with Children() as children:
-        yield EngineHost(children, run_dir, 0, lambda _what, **_more: None)
+        yield EngineHost(children, run_dir, 0, lambda what, **_more: events.append(what))
 
 
 @pytest.fixture
@@ -60,16 +68,12 @@ def write_probe(directory: Path, logprobs: list[float]) -> None:
     (directory / PROBE).write_text(json.dumps({"token_ids": TOKENS, "logprobs": logprobs}))
 
 
-def engines_started(tmp_path: Path) -> int:
-    return len(list(RunDir(tmp_path).logs(0).glob("engine.*.log")))
-
-
 def fine() -> None:
     return None
 
 
 def test_engine_that_starts_when_the_epoch_changes_is_waited_for_in_the_next(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, events: list[str]
 ) -> None:
     def change() -> None:
         raise EpochChanged
@@ -77,7 +81,7 @@ def test_engine_that_starts_when_the_epoch_changes_is_waited_for_in_the_next(
     with pytest.raises(EpochChanged):
         host.ensure(policy, SETTINGS, change)
     host.ensure(policy, SETTINGS, fine)
-    assert engines_started(tmp_path) == 1
+    assert events.count("engine_start") == 1
     host.sleep(SETTINGS)
 
 
@@ -90,7 +94,7 @@ def test_node_knows_how_many_samples_its_engine_generates_at_once_and_that_seeds
 
 
 def test_engine_that_died_between_two_rollouts_is_started_again(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, events: list[str]
 ) -> None:
     host.ensure(policy, SETTINGS, fine)
     child = host._child
@@ -98,11 +102,11 @@ def test_engine_that_died_between_two_rollouts_is_started_again(
     child.kill()
     host.sleep(SETTINGS)
     host.ensure(policy, SETTINGS, fine)
-    assert engines_started(tmp_path) == 2
+    assert events.count("engine_start") == 2
 
 
 def test_engine_that_started_with_another_policy_than_is_asked_for_now_loads_it(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     def change() -> None:
         raise EpochChanged
@@ -115,11 +119,11 @@ def test_engine_that_started_with_another_policy_than_is_asked_for_now_loads_it(
     loaded = EngineAdmin(host.url).prompt_logprobs(TOKENS)
     host.ensure(policy, SETTINGS, fine)
     assert EngineAdmin(host.url).prompt_logprobs(TOKENS) != loaded
-    assert engines_started(tmp_path) == 1
+    assert events.count("engine_start") == 1
 
 
 def test_engine_without_a_gpu_stays_awake_unless_it_is_to_be_started_anew(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     host.ensure(policy, SETTINGS, fine)
     host.sleep(SETTINGS)
@@ -129,11 +133,11 @@ def test_engine_without_a_gpu_stays_awake_unless_it_is_to_be_started_anew(
     newer = changed(policy, tmp_path / "newer")
     host.ensure(newer, SETTINGS, fine)
     assert EngineAdmin(host.url).policy() == newer.digest
-    assert engines_started(tmp_path) == 2
+    assert events.count("engine_start") == 2
 
 
 def test_engine_that_computes_what_the_trainer_does_is_taken(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     newer = changed(policy, tmp_path / "newer")
     host.ensure(newer, SETTINGS, fine)
@@ -142,11 +146,11 @@ def test_engine_that_computes_what_the_trainer_does_is_taken(
     host.ensure(newer, SETTINGS, fine)
     host.sleep(SETTINGS.model_copy(update={"sleep": "restart"}))
     host.ensure(newer, SETTINGS, fine)
-    assert engines_started(tmp_path) == 2
+    assert events.count("engine_start") == 2
 
 
 def test_engine_that_computes_something_else_is_loaded_again_then_started_again_then_an_error(
-    host: EngineHost, policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     newer = changed(policy, tmp_path / "newer")
     host.ensure(policy, SETTINGS, fine)
@@ -160,19 +164,19 @@ def test_engine_that_computes_something_else_is_loaded_again_then_started_again_
     assert f"the trainer's {computed[0]:.3f}" in str(raised.value)
     assert [name for name in ("loading it once more", "starting it once more") if name in caplog.text]
     assert caplog.text.count("loading it once more") == 2 and caplog.text.count("starting it once more") == 1
-    assert engines_started(tmp_path) == 2
+    assert events.count("engine_start") == 2
 
 
 def test_engine_that_refuses_an_argument_is_not_started_again(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, events: list[str]
 ) -> None:
     with pytest.raises(EngineError, match="argument --dtype: invalid choice"):
         host.ensure(policy, SETTINGS.model_copy(update={"dtype": "int4"}), fine)
-    assert engines_started(tmp_path) == 1
+    assert events.count("engine_start") == 1
 
 
 def test_the_users_server_that_computes_something_else_is_left_running(
-    host: EngineHost, policy: Policy, engine_url: str, tmp_path: Path
+    host: EngineHost, policy: Policy, engine_url: str, tmp_path: Path, events: list[str]
 ) -> None:
     users = SETTINGS.model_copy(update={"url": engine_url})
     newer = changed(policy, tmp_path / "newer")
@@ -180,12 +184,12 @@ def test_the_users_server_that_computes_something_else_is_left_running(
     with pytest.raises(EngineError, match="differ by"):
         host.ensure(newer, users, fine)
     host.sleep(users.model_copy(update={"sleep": "restart"}))
-    assert EngineAdmin(engine_url).healthy() and engines_started(tmp_path) == 0
+    assert EngineAdmin(engine_url).healthy() and events.count("engine_start") == 0
     host.ensure(policy, users, fine)
 
 
 def test_engine_that_failed_to_load_a_policy_is_started_anew(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     host.ensure(policy, SETTINGS, fine)
     broken = changed(policy, tmp_path / "broken")
@@ -194,7 +198,7 @@ def test_engine_that_failed_to_load_a_policy_is_started_anew(
         host.ensure(broken, SETTINGS, fine)
     host.ensure(policy, SETTINGS, fine)
     assert EngineAdmin(host.url).policy() == policy.digest
-    assert engines_started(tmp_path) == 3
+    assert events.count("engine_start") == 3
 
 
 def test_engine_that_somebody_else_has_administered_is_found_out_and_one_that_starts_again_passes(
@@ -222,7 +226,7 @@ def test_no_other_user_can_enter_where_an_engine_listens(host: EngineHost, polic
 
 
 def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_with_the_adapter(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     adapters = Adapters(policy, rank=4)
 
@@ -249,17 +253,17 @@ def test_engine_of_a_run_that_trains_adapters_keeps_its_model_and_comes_back_wit
     with pytest.raises(WeightsError, match=f"in {second.directory} it has"):
         host.ensure(damaged, SETTINGS, fine, adapters)
     assert computed() == of_second
-    assert engines_started(tmp_path) == 1
+    assert events.count("engine_start") == 1
 
     write_probe(second.directory, of_second)
     kill_and_wait(host, second.digest)
-    assert computed() == of_second and engines_started(tmp_path) == 2
+    assert computed() == of_second and events.count("engine_start") == 2
     # A checkpoint of an iteration that had nothing to learn from is the whole model.
     same = Policy(3, Path(shutil.copytree(policy.directory, tmp_path / "same")), policy.digest)
     host.ensure(same, SETTINGS, fine, adapters)
     assert host.model is None and computed() == of_model
     host.ensure(second, SETTINGS, fine, adapters)
-    assert computed() == of_second and engines_started(tmp_path) == 2
+    assert computed() == of_second and events.count("engine_start") == 2
 
 
 def test_the_users_server_of_another_model_gets_the_model_before_the_adapter(
@@ -298,11 +302,11 @@ def kill_and_wait(host: EngineHost, digest: str, meanwhile: Callable[[], None] =
 
 
 def test_engine_that_dies_while_it_generates_comes_back_with_the_same_policy(
-    host: EngineHost, policy: Policy, tmp_path: Path
+    host: EngineHost, policy: Policy, tmp_path: Path, events: list[str]
 ) -> None:
     newer = changed(policy, tmp_path / "newer")
     host.ensure(newer, SETTINGS, fine)
     url = host.url
     kill_and_wait(host, newer.digest)
     assert (host.url, EngineAdmin(url).policy()) == (url, newer.digest)
-    assert engines_started(tmp_path) == 2
+    assert events.count("engine_start") == 2

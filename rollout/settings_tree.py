@@ -5,13 +5,35 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
     """One part of the settings tree, frozen; an unknown name is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse_truths(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        checked = validate(value)
+        refuse_truth(value, checked)
+        return checked
+
+
+def refuse_truth(given: Any, held: Any) -> None:
+    """Raise an error of pydantic for true or false in `given` where the setting holds a number."""
+    if isinstance(given, bool) and type(held) in (int, float):
+        number = "whole number" if isinstance(held, int) else "number"
+        raise PydanticCustomError("number", f"give a {number}, not true or false")  # pyright: ignore
+    if isinstance(given, bool | list | tuple) and isinstance(held, tuple):
+        given = (given,) if isinstance(given, bool) else given  # pyright: ignore
+        for pair in zip(given, held, strict=False):  # pyright: ignore[reportUnknownVariableType]
+            refuse_truth(*pair)
+    elif isinstance(given, dict) and isinstance(held, dict):
+        for name, value in given.items():  # pyright: ignore[reportUnknownVariableType]
+            refuse_truth(value, held.get(name))  # pyright: ignore
 
 
 class Mark(Enum):

@@ -13,11 +13,13 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.settings import TINY, EvalSetSettings
+from rollout.settings_tree import refuse_truth
 from trainer.loss_settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
@@ -194,7 +196,11 @@ def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
     kind: Any = Annotated[field.annotation, field]  # pyright: ignore
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
     try:
-        return adapter.dump_python(adapter.validate_python(value), mode="json")
+        checked = adapter.validate_python(value)
+        refuse_truth(value, checked)
+        return adapter.dump_python(checked, mode="json")
+    except PydanticCustomError as error:
+        raise SettingsError(f"{option_name(key)}={show(value)}: {error}") from None
     except ValidationError as error:
         raise SettingsError(_one_line(error, key)) from None
 
@@ -341,9 +347,11 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def show(value: Any) -> str:
-    """Write a value as a person types it: `2,1,1`, `0.5`; None is `not set`."""
+    """Write a value as a person types it: `2,1,1`, `0.5`, `true`; None is `not set`."""
     if isinstance(value, list | tuple):
         return ",".join(show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "not set" if value is None else str(value)

@@ -108,13 +108,18 @@ def launch(machines: Machines, root: Path, words: Sequence[str], program: str | 
     return code
 
 
-def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
-    """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
+def refuse_parts(words: Sequence[str]) -> None:
+    """Raise SettingsError for a word that is a part of the value before it, which a shell has divided."""
     for word in words:
-        name = word.partition("=")[0]
         if "=" not in word and not word.startswith("-") and (advice := part_of_value(word, sys.argv[1:])):
             raise SettingsError(f"run launch: '{word}' is no option; {advice}")
-        if name in GIVEN:
+
+
+def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
+    """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
+    refuse_parts(words)
+    for word in words:
+        if (name := word.partition("=")[0]) in GIVEN:
             raise SettingsError(
                 f"run launch: leave {name} out; each machine has a node, the first the master"
             )

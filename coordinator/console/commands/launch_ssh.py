@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.console.commands.launch import RemoteNode, launch, show
+from coordinator.console.commands.launch import RemoteNode, launch, refuse_parts, show
 from coordinator.console.commands.ssh import RemoteProgram
 from coordinator.settings.tree import SettingsError
 
@@ -19,6 +19,7 @@ def launch_ssh(
     """Start a node on each host over ssh; returns and raises what `launch` does. `ssh`: a command with
     options.
     """
+    refuse_parts(words)
     return launch(_Hosts(hosts, ssh), root, words, program)
 
 

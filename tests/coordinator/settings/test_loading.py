@@ -136,6 +136,28 @@ def test_value_out_of_range_is_refused_by_the_name_a_person_types(
     assert refused({key: value}).startswith(expected)
 
 
+TRUE_OR_FALSE = [
+    ("iterations", True, "--iterations=true: give a whole number, not true or false"),
+    ("rollout.samples_per_task", True, "rollout.samples_per_task=true: give a whole number"),
+    ("trainer.lora.rank", False, "trainer.lora.rank=false: give a whole number"),
+    ("trainer.weight_decay", False, "trainer.weight_decay=false: give a number"),
+    ("trainer.betas", [True, 0.9], "trainer.betas=true,0.9: give a number"),
+    ("cluster.expect_gpus", True, "--expect-gpus=true: give a whole number"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), TRUE_OR_FALSE)
+def test_true_or_false_is_no_number(key: str, value: Any, expected: str) -> None:
+    assert refused({key: value}).startswith(expected)
+    with pytest.raises(SettingsError) as error:  # as a worker is answered
+        check_each({key: value})
+    assert str(error.value).startswith(expected)
+
+
+def test_true_or_false_is_no_share_of_a_source() -> None:
+    assert refused({"rollout.ratio.easy": True}).startswith("rollout.ratio={'easy': True}: give a number")
+
+
 @pytest.mark.parametrize("weights", [None, "1,1"])
 def test_node_timeout_must_be_longer_than_two_beats(weights: str | None) -> None:
     text = refusal(cluster__node_timeout_s=4, cluster__num_nodes=2, cluster__rank_weights=weights)

@@ -19,7 +19,7 @@ from rollout.tasks.openenv import SOURCE, content_of, rotated, schema_at, urls_o
 from rollout.tasks.openenv_client import OpenEnvSession, ServerFault
 from rollout.tasks.parameters import parse
 from rollout.tasks.task_set import Task
-from rollout.tasks.text_gym import STEP_TIMEOUT
+from rollout.tasks.text_gym import STEP_TIMEOUT, state_of
 from rollout.trajectory import Sample
 
 
@@ -57,7 +57,7 @@ class OpenEnv:
 
 
 async def _played(task: Task, episode: Episode, session: OpenEnvSession) -> Sample:
-    spec, rewards = task["openenv"], list[float | None]()
+    spec, rewards, states = task["openenv"], list[float | None](), list[str]()
     answer = await session.reset({**spec["reset"], "seed": task["seed"]})
     metrics, turns, is_cut = {}, 0, False
     while not (answer.done or is_cut) and turns < MOST_TURNS:
@@ -68,10 +68,11 @@ async def _played(task: Task, episode: Episode, session: OpenEnvSession) -> Samp
         turns += 1
         metrics |= answer.metrics
         rewards.append(answer.reward)
+        states.append(state_of(observed))
     if all(reward is None for reward in rewards):
         raise ServerFault(f"{session.url} gave no reward in {turns} steps")
     sample = episode.sample(metrics={**metrics, "turns": turns})
-    sample.reward_turns(rewards)
+    sample.reward_turns(rewards, states)
     return sample
 
 

@@ -22,8 +22,8 @@ async def play_outside(
 ) -> list[Sample]:
     """Return the samples with these numbers, which one call in `pool` makes: it gets [base_url, api_key] of
     each, then `arguments`. For each it returns {"reward": float, "metrics": {name: float}}, where
-    "turn_rewards" may have one for each turn, or {"error": text}. A sample with an error, or whose call
-    fails, is lost. If the call ends its process, all of them are.
+    "turn_rewards" and "turn_states" may have one for each turn, or {"error": text}. A sample with an error,
+    or whose call fails, is lost. If the call ends its process, all of them are.
     """
     from rollout.environments.openai_proxy import AgentSession  # here, because aiohttp is slow to import
 
@@ -51,7 +51,7 @@ def _scored(samples: list[Sample], end: dict[str, Any]) -> list[Sample]:
         sample.reward, sample.metrics = end["reward"], dict(end["metrics"])
     rewards = end.get("turn_rewards", ())
     if len(samples) == 1 and len(samples[0].generated_turns) == len(rewards):
-        samples[0].reward_turns(rewards)
+        samples[0].reward_turns(rewards, end.get("turn_states", ()))
     return samples
 
 

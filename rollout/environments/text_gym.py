@@ -21,7 +21,14 @@ from rollout.origin import Sampling
 from rollout.plugins import module_of
 from rollout.processes.pool import ProcessPool
 from rollout.tasks.task_set import Task
-from rollout.tasks.text_gym import SOURCE, STEP_TIMEOUT, STEP_TIMEOUT_S, TextEnvironment, code_behind
+from rollout.tasks.text_gym import (
+    SOURCE,
+    STEP_TIMEOUT,
+    STEP_TIMEOUT_S,
+    TextEnvironment,
+    code_behind,
+    state_of,
+)
 from rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
@@ -104,7 +111,8 @@ def _episode(
         ends = ends or is_cut  # the budget of tokens, or the context, is used up
         messages += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
     metrics = {"turns": len(rewards), **metrics}
-    return {"reward": sum(rewards), "turn_rewards": rewards, "metrics": metrics}
+    states = [state_of(message["content"]) for message in messages[:-1:2]]
+    return {"reward": sum(rewards), "turn_rewards": rewards, "turn_states": states, "metrics": metrics}
 
 
 def _reply(messages: list[dict[str, Any]], base_url: str, api_key: str) -> tuple[str, bool]:

@@ -89,6 +89,11 @@ def content_with(parts: list[dict[str, Any]]) -> Content:
     return content[0]["text"] if [part["type"] for part in content] == ["text"] else content
 
 
+def state_of(observation: Content) -> str:
+    """Return the name of the state that an observation shows, for `Sample.reward_turns`: its digest."""
+    return hashlib.sha256(json.dumps(observation, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def code_behind(name: str) -> dict[str, tuple[str, str]]:
     """Return the source of the environment's class, by module, as this process has loaded it. Raises
     ValueError if there is no such class.

@@ -280,6 +280,8 @@ def test_each_turn_is_an_action_and_the_rewards_are_added_up(server: Server, gue
     assert text_of(wrong, trained=True) == "x.x.x." and unfit(wrong, demonstrated=False) is None
     assert (wrong.reward, wrong.metrics) == (-0.5, {"turns": 3.0, "tries": 3.0})
     assert [turn.reward for turn in wrong.generated_turns] == [-0.25, None, -0.25]
+    first, second, third = (turn.state for turn in wrong.generated_turns)
+    assert first == right.generated_turns[0].state != second == third, "a state is the observation"
     wait_until(lambda: not server.sessions)
 
 

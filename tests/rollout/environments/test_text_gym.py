@@ -202,6 +202,8 @@ def test_each_turn_is_an_action_and_the_rewards_are_added_up(guess: Environment)
     assert text_of(wrong) == f"{asked}x.uno.ax.uno.ax." and text_of(wrong, trained=True) == "x.x.x."
     assert (wrong.reward, wrong.metrics) == (-0.75, {"turns": 3.0, "tries": 3.0})
     assert [turn.reward for turn in wrong.generated_turns] == [-0.25, -0.25, -0.25]
+    first, second, third = (turn.state for turn in wrong.generated_turns)
+    assert first == right.generated_turns[0].state != second == third, "a state is the observation"
 
 
 def saying(number: int) -> Any:

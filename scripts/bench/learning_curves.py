@@ -1,0 +1,91 @@
+"""Measure what a model learns with some settings, beside what it learns with others.
+
+    python scripts/bench/learning_curves.py --dir DIR --seeds 0,1,2 --arm default= \
+        --arm sapo=trainer.algorithm=sapo --arm muon='trainer.optimizer=muon trainer.learning_rate=1e-3'
+
+An arm is a name and the settings of its runs, separated by spaces. All arms have the recipe of the demo, the
+settings that stand last, and the built-in model, or with --experts a mixture of as small experts that is
+taught the same. Prints a JSON line for each run, with the fraction of each iteration's samples that is right;
+and means over the iterations of what docs/monitoring.md has about the distance of engine and trainer.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from coordinator import Run
+from coordinator.settings.loading import TINY_DEFAULTS
+
+SHARED = {
+    **TINY_DEFAULTS,
+    "tasks": "builtin:arithmetic",
+    "rollout.tasks_per_iteration": 64,
+    "eval.interval": 0,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+APART = ("kl_engine", "effective_samples", "mismatch_max")
+
+
+def main() -> None:
+    """Parse the command line, run all, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", type=Path, required=True, help="where the runs go; new")
+    parser.add_argument("--seeds", default="0", help="separated by commas")
+    parser.add_argument(
+        "--arm", action="append", default=[], metavar="NAME=SETTINGS", help="several, in turn"
+    )
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts as the model")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of all runs")
+    arguments = parser.parse_args()
+    arguments.dir.mkdir(parents=True)
+    arms = [arm.partition("=") for arm in arguments.arm]
+    for seed in map(int, arguments.seeds.split(",")):
+        shared = {**SHARED, "rollout.seed": seed, **settings_of(arguments.words)}
+        if arguments.experts:
+            shared["model"] = str(make_experts(seed, arguments.dir.absolute() / f"experts_{seed}"))
+        for name, _, words in arms:
+            lines = learn(arguments.dir / f"{name}_{seed}", {**shared, **settings_of(words.split())})
+            means = {each: statistics.mean(line[each] for line in lines) for each in APART}
+            means = {each: float(f"{mean:.2g}") for each, mean in means.items()}
+            right = [round(line["reward"], 2) for line in lines]
+            print(json.dumps({"arm": name, "seed": seed, "right": right, **means}), flush=True)
+
+
+def settings_of(words: Sequence[str]) -> dict[str, str]:
+    """Return KEY=VALUE words by name."""
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def learn(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run to the end; return the metrics of the iterations. Raises RuntimeError with the output."""
+    run = Run.start(directory, settings)
+    if (outcome := run.wait()) != "finished":
+        raise RuntimeError(f"{directory} has {outcome}: {run.output()[-2000:]}")
+    return run.metrics()
+
+
+def make_experts(seed: int, directory: Path) -> Path:
+    """Write a mixture of experts with the shape of the built-in model, taught as that one is."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.model import tiny
+
+    dense = tiny.make_model(seed)  # which seeds torch
+    shape = dense.config.to_dict() | {"architectures": None}
+    del shape["model_type"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **shape, **EXPERTS))
+    model.generation_config, tokenizer = dense.generation_config, tiny.make_tokenizer()
+    with redirect_stdout(sys.stderr):
+        tiny.warm_up(model, tokenizer, SHARED["tasks"], seed, steps=800)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+if __name__ == "__main__":
+    main()

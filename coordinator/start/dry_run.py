@@ -10,9 +10,17 @@ from typing import Any
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.eval_tasks import refuse_training_tasks
-from coordinator.start.inputs import base_model_dir, engine_of, is_path, load_named
+from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, refuse_training_tasks
+from coordinator.start.inputs import (
+    base_model_dir,
+    engine_of,
+    is_path,
+    load_named,
+    load_training_tasks,
+    refuse_absent_directories,
+)
 from coordinator.start.last_settings import changes
+from coordinator.start.log_path import check_log_path
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_tasks import (
     look_at_text,
@@ -21,14 +29,16 @@ from coordinator.start.refusals_of_tasks import (
     without_longer,
 )
 from coordinator.start.request import StartRequest
+from coordinator.start.run_json import fixed_by, has_run, read_run_json, refuse_changes
 from coordinator.start.start import last_start, resume_given
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
-from rollout.engines.model_dir import WeightsError
+from rollout.engines.model_dir import WeightsError, model_files, policy_digest
 from rollout.settings import TINY
+from rollout.storage import known_files
 from rollout.storage.files import is_directory
 from rollout.tasks.file_kinds import HUB, RowError, hub_parts
-from rollout.tasks.task_set import TaskError
+from rollout.tasks.task_set import TaskError, TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -43,44 +53,79 @@ def show(request: StartRequest, looks: bool) -> int:
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     is_master = request.rank == MASTER  # a worker takes its settings from the master
-    if looks and is_master and (fetched := check_named(settings, overrides)):
+    if looks and is_master and (fetched := check_named(settings, overrides, request.root)):
         print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
     return 0
 
 
-def check_named(settings: RunSettings, overrides: Mapping[str, Any]) -> str | None:
+def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None = None) -> str | None:
     """Check rewards, environments, tasks and model, whatever engine and GPUs this machine has. SettingsError
-    says what is wrong with which. Return what is not looked at, as a start would fetch it first.
+    says what is wrong with which, also where the run at `root` was started with others. Return what is not
+    looked at, as a start would fetch it first.
     """
+    if root is not None:
+        check_log_path(root)
+    refuse_absent_directories(settings)
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
+    named = None
     try:
         for source in fetched:
             hub_parts(source)
-    except RowError as error:
+        if fetched:
+            _load_local(settings)
+        else:
+            named = load_named(settings, overrides)
+    except (RowError, TaskError) as error:
         raise SettingsError(str(error)) from None
-    if not (settings.model == TINY or is_path(settings.model) or is_directory(Path(settings.model))):
+    model, tasks = None, named[1:] if named else None
+    places = [Path(settings.model), Path(settings.data_path or ".", settings.model)]
+    if is_path(settings.model) or any(map(is_directory, places)):
+        model = base_model_dir(settings, RunDir(Path()))
+    elif settings.model != TINY:
         fetched.append(settings.model)
-    if fetched:
-        load_functions(settings.rollout.reward, settings.rollout.environment)
-        return ", ".join(fetched)
-    try:
-        named = load_named(settings, overrides)
-    except TaskError as error:
-        raise SettingsError(str(error)) from None
-    refuse_no_evaluation(settings, overrides, bool(named.eval_tasks or named.eval_sets))
-    refuse_training_tasks(named.tasks, named.eval_tasks if settings.eval_tasks else None, named.eval_sets)
-    for text in odd_settings(settings, overrides):
-        log.warning("%s", text)
-    if settings.model != TINY:
-        model, tasks = base_model_dir(settings, RunDir(Path())), named[1:]
+    if named:
+        refuse_no_evaluation(settings, overrides, bool(named.eval_tasks or named.eval_sets))
+        unnamed = named.eval_tasks if settings.eval_tasks else None
+        refuse_training_tasks(named.tasks, unnamed, named.eval_sets)
+        for text in odd_settings(settings, overrides):
+            log.warning("%s", text)
+    if model is not None:
         try:
             refuse_incomplete(settings, model)
-            tasks = without_longer(settings, model, *tasks)
+            tasks = tasks and without_longer(settings, model, *tasks)
         except WeightsError as error:
             raise SettingsError(f"--model {settings.model}: {error}") from None
+    if model is not None and tasks and named:
         refuse_unrendered(settings, model, *tasks)
         if settings.rl_phase != "update":
             code = [text for _file, text in named.functions.sources.values()]
             look_at_text(settings, model, *tasks, engine_of(settings, MASTER), code)
-    return None
+    if root is not None and has_run(root):
+        _refuse_changes(root, settings, model, None if fetched or not tasks else tasks[0])
+    return ", ".join(fetched) or None
+
+
+def _load_local(settings: RunSettings) -> None:
+    """Load the functions, and those tasks that are not fetched."""
+    load_functions(settings.rollout.reward, settings.rollout.environment)
+    if not settings.tasks.startswith(HUB):
+        load_training_tasks(settings)
+    if not (settings.eval_tasks or "").startswith(HUB):
+        load_eval_tasks(settings)
+    sets = {name: each for name, each in settings.eval.sets.items() if not each.tasks.startswith(HUB)}
+    load_eval_sets(settings.model_copy(update={"eval": settings.eval.model_copy(update={"sets": sets})}))
+
+
+def _refuse_changes(root: Path, settings: RunSettings, model: Path | None, tasks: TaskSet | None) -> None:
+    """Raise SettingsError for what may not change in the run at `root`, as far as it is known: `tasks` None:
+    they would be fetched. A model of the same name is not read again.
+    """
+    run = read_run_json(RunDir(root))
+    digest = ""
+    if model is not None and settings.model != run["fixed"]["model"]["name"]:
+        digest = policy_digest(known_files.checksums(model, model_files(model)))
+    fixed = fixed_by(settings, digest, tasks.digest if tasks else "")
+    unknown = {"tasks"} if tasks is None else set[str]()
+    unknown |= set() if digest or settings.model == TINY else {"model"}
+    refuse_changes(run, {name: value for name, value in fixed.items() if name not in unknown})

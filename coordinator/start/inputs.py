@@ -152,10 +152,8 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
     """Tasks, reward, environment; SettingsError says what is wrong with which. `machine`: its number, as in
     --worker.
     """
-    engine, local_dir = engine_of(settings, machine), settings.cluster.local_dir
-    for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
-        if path is not None and not is_directory(Path(path)):
-            raise SettingsError(f"{option}{path}: no such directory")
+    engine = engine_of(settings, machine)
+    refuse_absent_directories(settings)
     if settings.data_path is not None:
         os.environ["HF_HOME"] = str(Path(settings.data_path) / "huggingface")
     refusals_of_models.refuse_two_precisions(settings, engine)
@@ -221,19 +219,20 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
         raise SettingsError(f"--model {settings.model}: {error}") from None
 
 
+def refuse_absent_directories(settings: RunSettings) -> None:
+    """Raise SettingsError for a directory of this machine that is not there."""
+    local_dir = settings.cluster.local_dir
+    for option, path in (("--data-path ", settings.data_path), ("cluster.local_dir=", local_dir)):
+        if path is not None and not is_directory(Path(path)):
+            raise SettingsError(f"{option}{path}: no such directory")
+
+
 def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> NamedInputs:
     """Load what the settings name of functions and tasks. Raises SettingsError or TaskError for what is not
     there, and for tasks that cannot work with the others.
     """
     functions = load_functions(settings.rollout.reward, settings.rollout.environment)
-    tasks = load_tasks(
-        find_data(settings.tasks, settings),
-        seed=settings.rollout.seed,
-        split="train",
-        columns=settings.columns,
-        directory=settings.cluster.local_dir,
-        system_prompt=settings.rollout.system_prompt,
-    )
+    tasks = load_training_tasks(settings)
     check_sampling(tasks, settings.rollout)
     if settings.rollout.environment == "demonstration":
         check_demonstrations(tasks)
@@ -247,6 +246,18 @@ def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> NamedInpu
     refusals_of_tasks.refuse_unhinted(settings, tasks)
     refusals_of_tasks.refuse_unknown_sources(settings, tasks)
     return NamedInputs(functions, tasks, eval_tasks, eval_sets)
+
+
+def load_training_tasks(settings: RunSettings) -> TaskSet:
+    """Load the tasks of --tasks; raises TaskError."""
+    return load_tasks(
+        find_data(settings.tasks, settings),
+        seed=settings.rollout.seed,
+        split="train",
+        columns=settings.columns,
+        directory=settings.cluster.local_dir,
+        system_prompt=settings.rollout.system_prompt,
+    )
 
 
 def base_model_dir(

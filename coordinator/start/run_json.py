@@ -55,13 +55,18 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any]:
 
 def fixed_of(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     """Return the facts that may not change between two starts, each with the name that a person gives it."""
+    return fixed_by(settings, inputs.model_digest, inputs.tasks.digest)
+
+
+def fixed_by(settings: RunSettings, model_digest: str, tasks_digest: str) -> dict[str, Any]:
+    """Return the same by the digests of model and tasks."""
     tiny = f"{TINY}, tiny.warmup_steps={settings.tiny.warmup_steps}"
-    model = settings.model if inputs.model_digest else tiny
+    model = settings.model if model_digest else tiny
     seed = str(settings.rollout.seed)
     return {  # the seed first: the built-in tasks and model follow from it
         "rollout.seed": {"name": seed, "digest": seed},
-        "model": {"name": model, "digest": inputs.model_digest or tiny},
-        "tasks": {"name": settings.tasks, "digest": inputs.tasks.digest, **_prompts(settings.rollout)},
+        "model": {"name": model, "digest": model_digest or tiny},
+        "tasks": {"name": settings.tasks, "digest": tasks_digest, **_prompts(settings.rollout)},
         "trainer.lora": _adapters(settings.trainer.lora),
     }
 

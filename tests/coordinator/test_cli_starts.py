@@ -73,6 +73,11 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
         (["--model", "./nosuch"], "--model ./nosuch: no such directory"),
         (["--tasks", "hf:"], "hf:: write hf:NAME, hf:NAME:SPLIT or"),
+        (["--tasks", "hf:a/b", "--eval-tasks", "nosuch.jsonl"], "nosuch.jsonl: no such file"),
+        (["--eval-tasks", "hf:a/b", "--tasks", "broken.jsonl"], "broken.jsonl:2"),
+        (["--model", "a/b", "--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
+        (["--data-path", "nosuch", "--tasks", "hf:a/b"], "--data-path nosuch: no such directory"),
+        (["--log-path", "a file"], "a file; give a directory"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
     ):
         ended = run(*words, "--dry-run")
@@ -174,6 +179,15 @@ def test_dry_run_shows_what_a_start_would_go_by_and_what_it_changes(
     ended = run(*arguments.split(), "--log-path", "run", "--dry-run")
     assert ended.stderr.splitlines() == said
     assert json.loads(ended.stdout) == build({**LAST, **changed}).model_dump(mode="json")
+
+
+def test_dry_run_refuses_other_tasks_of_a_run_that_was_begun(run: Run, begun: RunDir) -> None:
+    ended = run("--master", "--tasks", "good.jsonl", "--log-path", "run", "--dry-run")
+    assert ended.returncode == 2 and "but this run was started with builtin:arithmetic" in ended.stderr
+    ended = run("--master", "--model", "small", "--log-path", "run", "--dry-run", "rollout.seed=0")
+    assert ended.returncode == 2 and "but this run was started with builtin:tiny" in ended.stderr
+    hub = ("--master", "--tasks", "hf:a/b", "--model", "a/b")
+    assert run(*hub, "--log-path", "run", "--dry-run").returncode == 0
 
 
 @pytest.mark.parametrize("words", [["--reset-settings"], ["--reset-settings", "rollout.seed=0"]])

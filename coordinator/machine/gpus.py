@@ -32,6 +32,11 @@ DRIVER = "/proc/driver/nvidia/gpus"
 """Where NVIDIA's driver has a directory for each GPU."""
 
 
+def count_devices() -> int:
+    """Return how many devices this machine has: its GPUs, or itself."""
+    return max(1, count_gpus())
+
+
 def count_gpus() -> int:
     """Count the GPUs that this process may use, without importing torch. nvidia-smi is asked once."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -23,7 +23,7 @@ from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal import logs
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
-from coordinator.machine.gpus import count_gpus
+from coordinator.machine.gpus import count_devices, count_gpus
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement
@@ -80,8 +80,8 @@ def _place_devices(request: StartRequest) -> Mapping[str, Any]:
         return request.overrides
     checked = check_master(request)
     if placement.place:
-        placement_records.check(root, placement, {MASTER: _count_devices()})
-        placement_records.publish_devices(root, MASTER, socket.gethostname(), _count_devices())
+        placement_records.check(root, placement, {MASTER: count_devices()})
+        placement_records.publish_devices(root, MASTER, socket.gethostname(), count_devices())
     if placement != before:
         for crew in CREWS:  # first: killed in between, this is done again, and no node stays in an old crew
             move_away(RunDir(root, crew))
@@ -93,7 +93,7 @@ def _run_crews(request: StartRequest, overrides: Mapping[str, Any], placement: P
     """Start this machine's nodes, and follow them to their end."""
     logs.set_up(request.rank)
     refuse_rank(request.rank, placement.num_nodes, "the master's ")
-    placement_records.publish_devices(request.root, request.rank, socket.gethostname(), _count_devices())
+    placement_records.publish_devices(request.root, request.rank, socket.gethostname(), count_devices())
     crews = _await_crews(request, overrides, placement)
     if isinstance(crews, Exit):
         return crews
@@ -171,11 +171,6 @@ def _command(
     role += ["--allow-shared-dir"] if request.allow_shared_dir else []
     options = ["--log-path", str(request.root), "--crew", crew, "--placed-as", placement.to_json()]
     return [sys.executable, "-P", "-m", "coordinator.cli", *options, *role, *as_overrides(overrides)]
-
-
-def _count_devices() -> int:
-    """Return how many devices this machine has: its GPUs, or itself."""
-    return max(1, count_gpus())
 
 
 def _visible(place: Place) -> dict[str, str]:

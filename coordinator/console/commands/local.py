@@ -19,6 +19,7 @@ from coordinator.journal.control_characters import plain
 from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
+from coordinator.machine.gpus import count_devices
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
@@ -58,6 +59,8 @@ def _run_local(children: Children, request: StartRequest) -> int:
     with progress_reminders(lambda: ("start", "run: reading the tasks and the model"), say=print):
         fit_max_tokens(settings, overrides, load_inputs(settings, overrides).context)
     nodes = settings.cluster.num_nodes
+    placement = Placement(nodes, settings.cluster.place)
+    _refuse_placement(root, placement, is_kept="cluster.place" not in request.overrides)
     threads = str(max(1, cores() // nodes))
     if omp_threads(os.environ):  # it may be a list, which OpenMP reads by itself
         threads = os.environ["OMP_NUM_THREADS"]
@@ -76,7 +79,7 @@ def _run_local(children: Children, request: StartRequest) -> int:
 
         for rank in range(nodes):
             if rank == 1:
-                _await_placement(root, Placement(nodes, settings.cluster.place), started[0], interrupts)
+                _await_placement(root, placement, started[0], interrupts)
             role = ["--worker", str(rank)] if rank else ["--master", *arguments]
             argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
@@ -86,6 +89,17 @@ def _run_local(children: Children, request: StartRequest) -> int:
         _say_results(root)
     failed = [code for code in codes if code != 0]
     return next((code for code in failed if code > 0), Exit.LOST) if failed else Exit.DONE
+
+
+def _refuse_placement(root: Path, placement: Placement, is_kept: bool) -> None:
+    """Raise SettingsError for devices that the nodes, all of this machine, do not have. `is_kept`: the
+    placement is that of the last start.
+    """
+    try:
+        placement_records.check(root, placement, dict.fromkeys(range(placement.num_nodes), count_devices()))
+    except SettingsError as error:
+        kept = " (as at the last start; --reset-settings cluster.place places nothing)" if is_kept else ""
+        raise SettingsError(f"{error}{kept}") from None
 
 
 def _await_placement(root: Path, placement: Placement, master: Child, interrupts: Interrupts) -> None:

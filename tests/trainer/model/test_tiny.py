@@ -40,6 +40,11 @@ def test_seed_decides_the_weights(base_dir: Path, tmp_path: Path) -> None:
     assert digest(tmp_path / "same") == digest(base_dir) != digest(tmp_path / "other")
 
 
+def test_warm_up_may_be_a_single_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.build(seed=0, steps=1, out=tmp_path / "one")
+    assert "warm-up 1/1" in capsys.readouterr().out
+
+
 def test_warm_up_is_reproducible_and_reports_its_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

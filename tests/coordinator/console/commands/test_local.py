@@ -89,6 +89,19 @@ def test_second_run_local_on_a_directory_is_refused_while_the_first_lives(
         pass
 
 
+def test_nodes_without_the_devices_of_the_last_placement_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "count_devices", lambda: 1)
+    placement = Placement(3, ("rollout=0", "train=1"))
+    with pytest.raises(SettingsError, match=r"no device of rank 2 .*as at the last start; --reset-settings"):
+        local._refuse_placement(tmp_path, placement, is_kept=True)
+    with pytest.raises(SettingsError, match=r"there is no device 1; .*to 0$"):
+        local._refuse_placement(tmp_path, Placement(1, placement.place), is_kept=False)
+    local._refuse_placement(tmp_path, Placement(2, placement.place), is_kept=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_workers_start_after_the_master_has_placed_the_devices_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,7 +317,7 @@ def refuse_unknown(overrides: Mapping[str, Any]) -> None:
         if key not in known and not _opened(key):
             unknown.append(key)
     if unknown:
-        raise SettingsError(suggestions.meant_each(unknown, known))
+        raise SettingsError(suggestions.meant_each(unknown, known, overrides))
 
 
 def _refuse_secret(key: str, value: Any) -> None:

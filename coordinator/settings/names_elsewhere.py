@@ -109,7 +109,9 @@ _NAMES = {
 }
 """Their names of each setting."""
 _NOTES = {
-    "in optimizer steps, not as a ratio": "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio",
+    "in optimizer steps: theirs x all steps of the run, which follow from --iterations": (
+        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio"
+    ),
     "in samples: theirs x rollout.samples_per_task": "ppo_mini_batch_size",
     "the samples of a step: theirs x those of a microbatch x processes": "gradient_accumulation_steps",
     "in tokens, not in samples": (
@@ -166,6 +168,8 @@ _NOTES = {
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
 }
 """What the value is here, for names whose value is another one."""
+BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}
+"""How a number of theirs becomes ours with `rollout.samples_per_task`."""
 _INSTEAD = {
     "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N": (
         "ray_init ray_kwargs"

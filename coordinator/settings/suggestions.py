@@ -2,8 +2,11 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
-from coordinator.settings.names_elsewhere import ALIASES, ANSWERS, COUNTED
+from coordinator.settings.names_elsewhere import ALIASES, ANSWERS, BY_SAMPLES, COUNTED
+from rollout.settings import RolloutSettings
 
 NEAR, NEARER = 0.75, 0.85
 """How alike two spellings must be, from 0 to 1, with up to two letters more or less, and with more: nobody
@@ -11,6 +14,7 @@ means `gpus` with `bogus`, or `batch_size` with `gen_batch_size`.
 """
 SHOWN = 4
 """So many settings of a section are named, and so many unknown ones are answered on one line."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 ALL_SHOWN = "run --dry-run shows all settings"
 
 
@@ -42,8 +46,10 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def meant(typed: str, known: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`."""
+def meant(typed: str, known: Sequence[str], given: Mapping[str, Any] = NONE) -> str:
+    """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`. `given`:
+    the values of all settings that were given, by name.
+    """
     inside = [name for name in known if name.startswith(f"{_plain(typed)}.")]
     if inside:
         more = ", ..." if len(inside) > SHOWN else ""
@@ -51,19 +57,30 @@ def meant(typed: str, known: Sequence[str]) -> str:
     if instead := answer(typed):
         return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
-    return f"did you mean {suggestion}?{counted(typed)}" if suggestion else ALL_SHOWN
+    return f"did you mean {suggestion}?{counted(typed, given)}" if suggestion else ALL_SHOWN
 
 
-def counted(typed: str) -> str:
-    """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text."""
+def counted(typed: str, given: Mapping[str, Any] = NONE) -> str:
+    """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text. `given`:
+    the values of all settings that were given, by name.
+    """
     word = _plain(typed)
-    note = COUNTED.get(_pair(word)) or COUNTED.get(word.rpartition(".")[2])
+    leaf, value = word.rpartition(".")[2], given.get(typed)
+    note = COUNTED.get(_pair(word)) or COUNTED.get(leaf)
+    if leaf in BY_SAMPLES and type(value) is int:
+        name, usual = "rollout.samples_per_task", RolloutSettings().samples_per_task
+        numbers = (number for key, number in given.items() if known_as(key, [name]) == name)
+        samples = next((number for number in numbers if type(number) is int and number > 0), usual)
+        ours = value * samples if BY_SAMPLES[leaf] == "x" else value / samples
+        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {ours:g}"
     return f" ({note})" if note else ""
 
 
-def meant_each(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Return a sentence about unknown settings; of a configuration of another trainer, a line for each."""
-    meanings = {name: meant(name, known) for name in unknown}
+def meant_each(unknown: Sequence[str], known: Sequence[str], given: Mapping[str, Any]) -> str:
+    """Return a sentence about unknown settings among those `given`; of a configuration of another trainer, a
+    line for each.
+    """
+    meanings = {name: meant(name, known, given) for name in unknown}
     if len(unknown) > SHOWN:
         return listed("settings", meanings)
     others = (f"{name}: {meaning}" for name, meaning in list(meanings.items())[1:])

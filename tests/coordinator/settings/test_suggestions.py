@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,14 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     assert meant("actor.ppo_mini_batch_size", KNOWN) == (
         "did you mean trainer.global_batch_size? (in samples: theirs x rollout.samples_per_task)"
     )
-    assert meant("--warmup-ratio", KNOWN).endswith("(in optimizer steps, not as a ratio)")
+    assert meant("--warmup-ratio", KNOWN).endswith(
+        "(in optimizer steps: theirs x all steps of the run, which follow from --iterations)"
+    )
+    given: dict[str, Any] = {"actor.ppo_mini_batch_size": 256, "n": 5}
+    assert meant("actor.ppo_mini_batch_size", KNOWN, given).endswith(": 256 x 5 = 1280)")
+    given = {"generation_batch_size": 64, "rollout.samples_per_task": 16}
+    assert meant("generation_batch_size", KNOWN, given).endswith(": 64 / 16 = 4)")
+    assert meant("generation_batch_size", KNOWN, {"generation_batch_size": 64, "n": 0}).endswith("/ 8 = 8)")
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 

@@ -69,7 +69,7 @@ def learn(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return run.metrics()
 
 
-def make_experts(seed: int, directory: Path) -> Path:
+def make_experts(seed: int, directory: Path, steps: int = 800) -> Path:
     """Write a mixture of experts with the shape of the built-in model, taught as that one is."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ def make_experts(seed: int, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **shape, **EXPERTS))
     model.generation_config, tokenizer = dense.generation_config, tiny.make_tokenizer()
     with redirect_stdout(sys.stderr):
-        tiny.warm_up(model, tokenizer, SHARED["tasks"], seed, steps=800)
+        tiny.warm_up(model, tokenizer, SHARED["tasks"], seed, steps)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -10,12 +10,15 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
+from rollout.engines.model_facts import count_experts
 from tests.imports import shared_imports
+from trainer.model.tiny import EOS_ID
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -124,6 +127,41 @@ def test_self_distillation_begins_with_hints_that_are_copied(tmp_path: Path) -> 
     assert 0.7 < sum(row["answer"].startswith("(") for row in rows[1::2]) / bench.SHOWN < 0.9
     for words in bench.ARMS.values():
         build(dict(word.split("=", 1) for word in f"{bench.LEARNS} {words}".split()))
+
+
+def test_arms_share_seed_model_and_settings_and_differ_in_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = import_module("scripts.bench.learning_curves")
+    given: dict[str, dict[str, Any]] = {}
+
+    def learn(directory: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        given[directory.name] = settings
+        build(settings)
+        apart = {"kl_engine": 0.0123, "effective_samples": 1.0, "mismatch_max": 0.0}
+        return [{"reward": 0.411, **apart}, {"reward": 0.5, **apart}]
+
+    monkeypatch.setattr(bench, "learn", learn)
+    monkeypatch.setattr(bench, "make_experts", lambda seed, directory: directory)
+    words = ["--arm", "default=", "--arm", "a=trainer.algorithm=sapo trainer.eps=0.1", "iterations=2"]
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--dir", str(tmp_path / "runs"), "--seeds", "3", "--experts", *words]
+    )
+    bench.main()
+    own = {"trainer.algorithm": "sapo", "trainer.eps": "0.1"}
+    assert given["a_3"] == given["default_3"] | own and given["a_3"]["iterations"] == "2"
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["arm"], line["right"], line["kl_engine"]) for line in lines] == [
+        ("default", [0.41, 0.5], 0.012),
+        ("a", [0.41, 0.5], 0.012),
+    ]
+
+
+def test_mixture_that_is_taught_as_the_built_in_model_has_experts(tmp_path: Path) -> None:
+    bench = import_module("scripts.bench.learning_curves")
+    model = bench.make_experts(0, tmp_path / "model", steps=1)
+    assert count_experts(model)[0] == 8
+    assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == EOS_ID
 
 
 def test_page_of_gpus_has_the_estimated_seconds_of_an_iteration() -> None:

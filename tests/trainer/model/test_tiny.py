@@ -60,6 +60,12 @@ def test_warm_up_is_reproducible_and_reports_its_progress(
     torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_warm_up_may_be_a_step_or_two(tmp_path: Path, steps: int) -> None:
+    tiny.build(seed=0, steps=steps, out=tmp_path / "model")
+    check_model_dir(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("source", "task_id", "answer", "wholes", "taught"),
     [

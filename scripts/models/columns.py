@@ -67,6 +67,7 @@ def sharded(directory: Path, **settings: Any) -> str:
 
 
 tensor_parallel = partial(sharded, tensor_parallel_size=2)
+context_parallel = partial(sharded, layout="replicated", context_parallel=2)
 
 
 def lora(directory: Path) -> str:
@@ -135,6 +136,7 @@ COLUMNS: dict[str, Callable[[Path], str]] = {
     "shared prompts": shared_prompts,
     "sharded": sharded,
     "tensor parallel": tensor_parallel,
+    "context parallel": context_parallel,
     "LoRA": lora,
     "embedded engine": embedded_engine,
 }

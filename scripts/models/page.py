@@ -11,9 +11,9 @@ HEAD = """# Models
 
 Every model type of `AutoModelForCausalLM` in transformers, tried on {day} with {versions}.
 `python -m scripts.models --vllm .venv-vllm/bin/python` writes this page. It makes a tiny random model of each
-family, in float32 on a CPU, and tries it in each way; `tests/scripts/test_models.py` tries some again. A
-number is an error that float32's rounding may make, less than 1e-3. **no** is followed by a larger error, or
-by the number of its reason, [below](#reasons). Some reasons lie in the tiny model or in the CPU.
+family, in float32 on a CPU, and tries it in each way. A number is an error that float32's rounding may make,
+less than 1e-3. **no** is followed by a larger error, or by the number of its reason, [below](#reasons). Some
+reasons lie in the tiny model or in the CPU.
 
 Models with `longrope` (Phi 3.5, Phi 4 mini) or `dynamic` compute all positions otherwise once a sequence is
 long. None gets that long here: for Phi 3.5 the context is 4096 tokens, `--max-model-len` of your own server.
@@ -23,11 +23,13 @@ long. None gets that long here: for Phi 3.5 the context is 4096 tokens, `--max-m
 - **shared prompts**: the same, where the prompt is computed once for several samples.
 - **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
   and of the loss. **tensor parallel**: the same, with each layer on two processes.
+- **context parallel**, no column: the same, with each sequence on two. It is refused where one is *alone* in
+  a row, and right elsewhere, but for: {exceptions}.
 - **LoRA**: a step with adapters on all linear layers but routers of experts; how many modules have one.
 - **embedded engine**: it generates for prompts of two lengths at once, in its default float64; the largest
   error of its logprobs against the trainer's.
 - **vLLM**: the same with vLLM on a CPU, before and after it has loaded the weights anew and proved them
-  ([gpus.md](gpus.md#what-is-proved)). \\*: with transformers' code, as vLLM has none of its own.
+  ([gpus.md](gpus.md#what-is-proved)). \\*: with transformers' code.
 """
 
 PICTURES = """## With pictures
@@ -35,6 +37,8 @@ PICTURES = """## With pictures
 `python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tries these with pictures. Of `mistral3`
 transformers needs torchvision, of `smolvlm` num2words. vLLM for CPUs looks at pictures of `gemma3` causally.
 """
+CONTEXT = "context parallel"
+"""The column that the page has in a sentence."""
 SEEING = ("rows", "shared prompts", "sharded", "LoRA", "embedded engine", "vLLM")
 """Columns of the table of families that are shown pictures."""
 SHORTER = {
@@ -53,10 +57,16 @@ SHORTER = {
 
 def page(tried: dict[str, Tried], versions: str) -> str:
     """Return the page's text, from what try_family returned for each family."""
-    columns = [*COLUMNS, "vLLM"]
-    rows = {family: cells for family, cells in tried.items() if isinstance(cells, dict)}
+    columns = [name for name in (*COLUMNS, "vLLM") if name != CONTEXT]
+    rows = {family: {**cells} for family, cells in tried.items() if isinstance(cells, dict)}
+    exceptions = [
+        family
+        for family, cells in rows.items()
+        if cells.pop(CONTEXT, "").startswith(NO) != cells["rows"].startswith("alone")
+    ]
     reasons = list(dict.fromkeys(reason for cells in rows.values() for reason in _reasons(cells.values())))
-    lines = [HEAD.format(day=date.today(), versions=versions)]
+    exceptions = ", ".join(exceptions) or "none"
+    lines = [HEAD.format(day=date.today(), versions=versions, exceptions=exceptions)]
     lines += [f"| family | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 1)}"]
     for family, cells in rows.items():
         shown = [_cell(cells.get(column, "not tried"), reasons) for column in columns]
@@ -113,5 +123,5 @@ def _cell(cell: str, reasons: list[str]) -> str:
 
 def _plain(text: str, longest: int = 60) -> str:
     """Return the text as Markdown shows it, cut if it is long."""
-    cut = text if len(text) <= longest else f"{text[:longest]} ..."
+    cut = text if len(text) <= longest else f"{text[:longest].rpartition(' ')[0]} ..."
     return re.sub(r"([|<>*_`\[\]])", r"\\\1", cut.replace("\n", " "))

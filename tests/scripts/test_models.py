@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def words_of(apart: str, shared: str) -> str:
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "bamba"])
 def test_family_takes_adapters(family: str, made: Callable[[str], Path]) -> None:
     assert int(columns.lora(made(family))) >= 8
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "bamba"])
+def test_family_shares_sequences_as_the_page_says(family: str, made: Callable[[str], Path]) -> None:
+    exceptions = re.findall(r"[\w-]+", re.findall(r"right elsewhere, but for: ([^.]*)", PAGE)[0])
+    done, said = outcome(partial(columns.context_parallel, made(family)))
+    assert done == ((family in exceptions) == TRIED[family].split("|")[2].strip().startswith("alone")), said
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "paligemma"])
@@ -155,6 +163,7 @@ def test_each_no_has_its_figure_or_its_reason() -> None:
     one = {
         "rows": "masks, 0",
         "tensor parallel": NO + why.format("BloomForCausalLM"),
+        "context parallel": NO + "too many values to unpack",
         "vLLM": NO + "error 1.6e-01",
     }
     other = {"rows": NO + "it | fell", "tensor parallel": NO + why.format("FalconForCausalLM")}
@@ -163,6 +172,7 @@ def test_each_no_has_its_figure_or_its_reason() -> None:
         "v 1",
     )
     row = "| {} | not tried | not tried | {} | not tried | not tried | {} |"
+    assert "right elsewhere, but for: bloom.\n" in text
     assert row.format("bloom | masks, 0", "**no** (1)", "**no** 1e-01") in text
     assert row.format("falcon | **no** (2)", "**no** (1)", "not tried") in text
     assert "\n1. transformers has no tensor-parallel plan for it\n2. it \\| fell\n" in text

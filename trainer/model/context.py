@@ -100,9 +100,17 @@ class _GatherScores(torch.autograd.Function):
 
 
 def _attend(
-    name: str, layout: Layout, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+    name: str,
+    layout: Layout,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention `name` of this rank's columns, together with its context group.
+    """Compute the attention `name` of this rank's columns, together with its context group. Some families
+    give the mask by its name.
 
     Take (rows, heads, own columns, size) tensors, and return a (rows, own columns, heads, size) one. Heads
     of keys that the group does not divide are repeated.
@@ -120,7 +128,7 @@ def _attend(
         causal = getattr(module, "is_causal", True)
         module = SimpleNamespace(training=False, is_causal=causal, num_key_value_groups=groups)
     of_heads = _AllToAll.apply(layout.context_group, ranks, query, key, value)
-    out, *_ = compute(module, *of_heads, mask, **more)
+    out, *_ = compute(module, *of_heads, attention_mask, **more)
     return _AllToAll.apply(layout.context_group, ranks, out)[0], None  # pyright: ignore[reportOptionalSubscript]
 
 

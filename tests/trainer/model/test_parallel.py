@@ -62,8 +62,8 @@ FAMILIES = {
     "falcon_mamba": False,  # the same, found out by an error inside FSDP's hooks
 }
 """Whether rows hold several sequences of these models."""
-DIVIDED = ("llama", "qwen3_moe", "mistral", "deepseek_v3")
-"""Families whose sequences two ranks share: experts, windows, latent attention."""
+DIVIDED = ("llama", "qwen3_moe", "mistral", "deepseek_v3", "afmoe")
+"""Families whose sequences two ranks share: experts, windows, latent attention, masks given by name."""
 UNDIVIDED = {
     "gpt_oss": "RuntimeError: Sizes of tensors must match",
     "qwen3_next": "scores are wrong by .*, as with recurrent layers",

@@ -93,7 +93,7 @@ def warm_up(
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=steps, pct_start=max(0.05, min(0.9, 2 / steps))
+        optimizer, LEARNING_RATE, total_steps=max(3, steps), pct_start=max(0.05, min(1.0, 2 / steps))
     )
     started = time.monotonic()
     for step in range(1, steps + 1):

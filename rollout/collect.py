@@ -43,7 +43,7 @@ class Stopped(Exception):
     """`stop` was set before all groups were made."""
 
 
-class Collector:
+class GroupCollector:
     """Makes groups, each by the recipe of its slot's kind, as many at once as `concurrency` allows.
 
     A group is handed over as a tombstone if it takes longer than `group_timeout_s`, if its environment
@@ -125,7 +125,7 @@ class Collector:
     @property
     def open_slots(self) -> list[int]:
         """The slots whose groups are begun and not handed over."""
-        return sorted([*self._in_flight, *(group.slot for group in self._finished.held)])
+        return sorted([*self._in_flight, *(group.slot for group in self._finished.to_hand_over)])
 
     @property
     def is_busy(self) -> bool:
@@ -133,18 +133,22 @@ class Collector:
         return bool(self._in_flight)
 
     async def run(
-        self, source: SlotSource, on_group: Callable[[Group], None], stop: threading.Event, kept: int = 0
+        self,
+        source: SlotSource,
+        on_group: Callable[[Group], None],
+        stop: threading.Event,
+        in_flight: int = 0,
     ) -> int:
         """Make groups of the slots of `source` until enough of them count, or until no slot is left. Each
         goes to `on_group` when it is finished, in any order. Returns how many needed groups were not made.
 
         Raises Stopped within a second after `stop` is set: groups in flight go on, and are held until `run`
-        is called again; `kept`: how many of these `source` counts as needed. Raises EngineError
+        is called again; `in_flight`: how many of these `source` counts as needed. Raises EngineError
         when the engine fails. An error of `on_group` ends the collection too. Raises AllGivenUp if there
         were several groups and all were given up, unless that may be: then no group was handed over.
         """
         self._on_group = on_group
-        self._start(source, kept)
+        self._start(source, in_flight)
         self._holds = False
         self._finished.hand_over(on_group)
         pending = set(self._workers)
@@ -172,7 +176,7 @@ class Collector:
         finally:
             self._pause()
 
-    def _start(self, source: SlotSource, kept: int) -> None:
+    def _start(self, source: SlotSource, in_flight: int) -> None:
         """Have a worker for each group that may be in flight."""
         self._source = source
         self._finished.begin()
@@ -181,7 +185,7 @@ class Collector:
         if self._others is None:
             self._others = asyncio.all_tasks()
         self._workers = {worker for worker in self._workers if not worker.done()}
-        at_once = min(self._most_groups, source.total + kept)
+        at_once = min(self._most_groups, source.total + in_flight)
         more = max(0, at_once - len(self._workers))
         self._workers |= {asyncio.create_task(self._work()) for _ in range(more)}
 
@@ -204,7 +208,7 @@ class Collector:
                 self._workers.discard(flight.worker)
                 if flight.worker.done() and not flight.worker.cancelled():
                     flight.worker.exception()  # it has been seen
-        for group in [group for group in self._finished.held if group.slot not in slots]:
+        for group in [group for group in self._finished.to_hand_over if group.slot not in slots]:
             self._finished.forget(group)
 
     async def end(self) -> None:
@@ -212,9 +216,9 @@ class Collector:
         for task in self._workers:
             task.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)  # the first error was raised
-        left = {task for task in asyncio.all_tasks() if task.get_name() != OURS}
-        ours = {asyncio.current_task(), *(left if self._others is None else self._others)}
-        await end(left - ours, "tasks of environments")
+        unfinished = {task for task in asyncio.all_tasks() if task.get_name() != OURS}
+        own_tasks = {asyncio.current_task(), *(unfinished if self._others is None else self._others)}
+        await end(unfinished - own_tasks, "tasks of environments")
         for reward in self._rewards:
             await reward.close()
         if isinstance(self._teacher, Teacher):
@@ -286,10 +290,10 @@ class Collector:
             log.warning("%d groups are %s", len(self._in_flight), reason)
             for flight in self._in_flight.values():
                 self._take(flight.slot.tombstone(reason))
-        held = self._finished.held
-        if len(held) >= ALL_FAILED_MIN and not elsewhere and not self._may_all_fail:
+        failed = self._finished.to_hand_over
+        if len(failed) >= ALL_FAILED_MIN and not elsewhere and not self._may_all_fail:
             raise AllGivenUp(
-                f"all {len(held)} groups were given up, e.g. {held[0].task_id}: {held[0].given_up}"
+                f"all {len(failed)} groups were given up, e.g. {failed[0].task_id}: {failed[0].given_up}"
             )
         self._finished.hand_over(self._on_group, may_all_fail=True)
         self._finished.say_losses()

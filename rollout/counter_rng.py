@@ -26,8 +26,8 @@ def later(seed: int, draws: int) -> int:
     on where another request has stopped.
     """
     mixed = int(mix64(np.array([seed % _2_64], dtype=np.uint64))[0])
-    there = _unmix64((mixed + draws * int(_GOLDEN)) % _2_64)
-    return there - _2_64 if there >= _2_64 // 2 else there
+    state = _unmix64((mixed + draws * int(_GOLDEN)) % _2_64)
+    return state - _2_64 if state >= _2_64 // 2 else state
 
 
 def _unmix64(x: int) -> int:

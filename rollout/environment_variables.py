@@ -93,8 +93,8 @@ def need_no_proxy(environment: MutableMapping[str, str]) -> None:
     names = ("no_proxy", "NO_PROXY")
     if any(name.lower().endswith("_proxy") for name in environment.keys() - {*names}):
         hosts = next(filter(None, map(environment.get, names)), "").split(",")
-        both = ",".join(dict.fromkeys([*filter(None, map(str.strip, hosts)), *LOOPBACK]))
-        environment.update(dict.fromkeys(names, both))
+        all_hosts = ",".join(dict.fromkeys([*filter(None, map(str.strip, hosts)), *LOOPBACK]))
+        environment.update(dict.fromkeys(names, all_hosts))
 
 
 def proxy_of(url: str) -> str | None:

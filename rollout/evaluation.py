@@ -57,10 +57,10 @@ def evaluate(groups: Sequence[Group], success: float) -> dict[str, Any]:
     if not solved:
         return {"reward": None, "error": None, "pass_at": {}, "short": 0}
     most = max(n for n, _ in solved)
-    whole = [(n, c) for n, c in solved if n == most]
+    complete = [(n, c) for n, c in solved if n == most]
     return {
         "reward": float(np.mean(np.concatenate([group for group in rewards if group]))),
         "error": standard_error(rewards),
-        "pass_at": {str(k): pass_at_k(whole if k > 1 else solved, k) for k in sorted({1, most})},
-        "short": len(solved) - len(whole),
+        "pass_at": {str(k): pass_at_k(complete if k > 1 else solved, k) for k in sorted({1, most})},
+        "short": len(solved) - len(complete),
     }

@@ -16,24 +16,24 @@ class FinishedGroups:
     def __init__(self, counts: Callable[[Group], bool]) -> None:
         """`counts` says whether a group counts as one of the needed groups."""
         self._counts = counts
-        self.held: list[Group] = []
+        self.to_hand_over: list[Group] = []
         self.counted = 0
         """How many count, since `begin`."""
         self._made = self._given_up = self._lost_samples = 0
 
     def begin(self) -> None:
         """Begin to count for another collection: what is held is a part of it."""
-        self.counted = sum(map(self._counts, self.held))
+        self.counted = sum(map(self._counts, self.to_hand_over))
 
     def add(self, group: Group) -> None:
         """Take in a group that has ended."""
         self.counted += self._counts(group)
-        self.held.append(group)
+        self.to_hand_over.append(group)
         self._tell(group, 1)
 
     def forget(self, group: Group) -> None:
         """Leave out a group that is held: nobody needs it any more."""
-        self.held.remove(group)
+        self.to_hand_over.remove(group)
         self._tell(group, -1)
 
     def _tell(self, group: Group, times: int) -> None:
@@ -43,8 +43,8 @@ class FinishedGroups:
 
     def hand_over(self, on_group: Callable[[Group], None], *, may_all_fail: bool = False) -> None:
         """Hand over what is held, each group once; nothing while all were given up, unless that may be."""
-        while self.held and (self._made or may_all_fail):
-            on_group(self.held.pop(0))
+        while self.to_hand_over and (self._made or may_all_fail):
+            on_group(self.to_hand_over.pop(0))
 
     def say_losses(self) -> None:
         """Log how many groups were given up, and how many samples were lost, if any."""

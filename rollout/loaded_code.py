@@ -29,8 +29,8 @@ def code_of(name: str, function: Any) -> Code:
     digests = [hashlib.sha256(text).hexdigest() if text else "" for text in texts]
     innermost = _innermost(function)
     version = _version(getattr(innermost, "library", ""))
-    behind = str(getattr(innermost, "behind", ""))
-    return Code(name, hashlib.sha256("".join([*digests, version, behind]).encode()).hexdigest()[:16])
+    code_behind = str(getattr(innermost, "behind", ""))
+    return Code(name, hashlib.sha256("".join([*digests, version, code_behind]).encode()).hexdigest()[:16])
 
 
 def package_code(module: str) -> str:

@@ -23,8 +23,8 @@ def searching(directory: Path) -> Iterator[None]:
     """Have imports search a directory right before the current one, and later behind it. Do nothing where
     they search it earlier.
     """
-    here, place = working_directory(), str(directory)
-    index = sys.path.index(here) if here in sys.path else len(sys.path)
+    user_directory, place = working_directory(), str(directory)
+    index = sys.path.index(user_directory) if user_directory in sys.path else len(sys.path)
     if place in sys.path[: index + 1]:
         yield
         return
@@ -43,8 +43,8 @@ def search_here() -> None:
     for package in PACKAGES:  # what finds an editable installation of them is asked after all of sys.path
         with suppress(ImportError):
             importlib.import_module(package)
-    if (here := working_directory()) and here not in sys.path:
-        sys.path.append(here)
+    if (user_directory := working_directory()) and user_directory not in sys.path:
+        sys.path.append(user_directory)
     if not _searched:
         _searched.extend(sys.path)
 

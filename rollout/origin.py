@@ -67,9 +67,9 @@ class Origin:
 
         The source of reward and environment may differ: a run goes on with another one if it is told to.
         """
-        ours, theirs = self._fixed(), other._fixed()
-        different = [name for name in ours if ours[name] != theirs[name]]
-        return f"{different[0]} {theirs[different[0]]}, not {ours[different[0]]}" if different else None
+        fixed, other_fixed = self._fixed(), other._fixed()
+        different = [name for name in fixed if fixed[name] != other_fixed[name]]
+        return f"{different[0]} {other_fixed[different[0]]}, not {fixed[different[0]]}" if different else None
 
     def _fixed(self) -> dict[str, Any]:
         named = {"reward": self.reward.name, "environment": self.environment.name}

@@ -81,10 +81,10 @@ def side_by_side(pictures: Sequence[bytes], side: int) -> "Image":
     shown = [open_picture(data) for data in pictures]
     for picture in shown:
         picture.thumbnail((side, side))
-    whole = Image.new("RGB", (sum(p.width for p in shown), max(p.height for p in shown)), "white")
+    image = Image.new("RGB", (sum(p.width for p in shown), max(p.height for p in shown)), "white")
     for number, picture in enumerate(shown):
-        whole.paste(picture, (sum(p.width for p in shown[:number]), 0))
-    return whole
+        image.paste(picture, (sum(p.width for p in shown[:number]), 0))
+    return image
 
 
 def thumbnail(data: bytes, side: int) -> str:

@@ -95,13 +95,13 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
 
 def _named_like(typed: str, module: Any) -> str:
     """Say which function of a module is spelled most like what was typed, else which ones it has."""
-    there = [
+    names = [
         name for name, value in vars(module).items()
         if inspect.isroutine(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]  # fmt: skip
-    if near := difflib.get_close_matches(typed, there, n=1):
+    if near := difflib.get_close_matches(typed, names, n=1):
         return f"; did you mean {near[0]}?"
-    return f"; it has {', '.join(there[:_MOST_NAMED])}" if there else ""
+    return f"; it has {', '.join(names[:_MOST_NAMED])}" if names else ""
 
 
 def _raised_at(error: Exception) -> str:
@@ -170,9 +170,9 @@ def _called(function: Any) -> Any:
 
 def layers(function: Any) -> Iterator[Any]:
     """Yield the function and those that it wraps, the innermost last; a `partial` is none of them."""
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
+    function_ids: set[int] = set()
+    while function is not None and id(function) not in function_ids:
+        function_ids.add(id(function))
         if isinstance(function, functools.partial):
             function = function.func
             continue

@@ -159,10 +159,10 @@ class RolloutSettings(Settings):
     @classmethod
     def _check_chat_template(cls, variables: dict[str, Any]) -> dict[str, Any]:
         """Refuse variables that are not the user's to set."""
-        taken = [name for name in variables if name in TEMPLATE_ARGUMENTS or not name.isidentifier()]
-        if taken:
+        reserved = [name for name in variables if name in TEMPLATE_ARGUMENTS or not name.isidentifier()]
+        if reserved:
             raise ValueError(
-                f"rollout.chat_template.{taken[0]}: is no variable of the template, the engine sets it; "
+                f"rollout.chat_template.{reserved[0]}: is no variable of the template, the engine sets it; "
                 "leave it out"
             )
         return variables

@@ -102,11 +102,11 @@ class ListedSlots:
 
     is_open = False
 
-    def __init__(self, slots: Sequence[Slot], needed: int | None = None, kept: int = 0) -> None:
-        """`needed`: default all; `kept`: how many the collector has in flight, which are needed too."""
+    def __init__(self, slots: Sequence[Slot], needed: int | None = None, in_flight: int = 0) -> None:
+        """`needed`: default all; `in_flight`: how many the collector has in flight, which are needed too."""
         self.total = len(slots)
         self._needed = len(slots) if needed is None else needed
-        self.needed = self._needed + kept
+        self.needed = self._needed + in_flight
         self._slots = slots
         self._given = 0
 

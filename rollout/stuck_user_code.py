@@ -58,15 +58,15 @@ async def end(tasks: Collection["asyncio.Task[Any]"], noun: str) -> None:
     running = {task for task in tasks if not task.done()}
     for task in running:
         task.cancel()
-    left = (await asyncio.wait(running, timeout=CANCEL_S))[1] if running else set()
-    if left:
+    unfinished = (await asyncio.wait(running, timeout=CANCEL_S))[1] if running else set()
+    if unfinished:
         log.error(
             "%d %s go on although they are cancelled: the environment must let asyncio.CancelledError pass; "
             "they are cut off",
-            len(left),
+            len(unfinished),
             noun,
         )
-    for task in left:
+    for task in unfinished:
         with suppress(RuntimeError):  # it catches this too
             task.get_coro().close()  # type: ignore[union-attr]
         task.cancel()

@@ -111,10 +111,10 @@ class Sample:
                     f"{len(of_turns)} {name} for {count} generated turns: give one for each, or None"
                 )
         values = [None if reward is None else float(reward) for reward in rewards]
-        left = iter(zip(values, states or [None] * count, strict=True))
+        pairs = iter(zip(values, states or [None] * count, strict=True))
         for place, turn in enumerate(self.turns):
             if turn.begin is not None:
-                reward, state = next(left)
+                reward, state = next(pairs)
                 self.turns[place] = replace(turn, reward=reward, state=state)
         if self.reward is None:
             self.reward = sum(reward for reward in rewards if reward is not None)

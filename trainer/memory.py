@@ -39,7 +39,7 @@ class Shape:
     """Parameters of all layers."""
     ends: int
     """Parameters of embeddings and head."""
-    rest: int
+    other_values: int
     """Parameters that are in neither, such as the last norm."""
     split: int
     """Parameters of all layers that tensor parallelism divides."""
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def all(self) -> int:
-        return self.layers + self.ends + self.rest + self.frozen
+        return self.layers + self.ends + self.other_values + self.frozen
 
     @classmethod
     def from_tensors(
@@ -67,7 +67,7 @@ class Shape:
         every = sum(map(math.prod, tensors.values()))
         tensors = without_vision(tensors) if freeze_vision else tensors
         layers: dict[int, int] = {}
-        split, matrices, ends, rest, wide = 0, 0, list[tuple[int, ...]](), 0, 0
+        split, matrices, ends, other_values, wide = 0, 0, list[tuple[int, ...]](), 0, 0
         for name, shape in tensors.items():
             if match := _LAYER.search(f".{name}"):
                 layers[int(match[1])] = layers.get(int(match[1]), 0) + math.prod(shape)
@@ -77,13 +77,13 @@ class Shape:
             elif len(shape) > 1:
                 ends.append(shape)
             else:
-                rest += math.prod(shape)
+                other_values += math.prod(shape)
         return cls(
             depth=len(layers),
             layer=max(layers.values(), default=0),
             layers=sum(layers.values()),
             ends=sum(map(math.prod, ends)),
-            rest=rest,
+            other_values=other_values,
             split=split,
             head=max(map(math.prod, ends), default=0),
             hidden=min((min(shape) for shape in ends), default=0),
@@ -167,10 +167,10 @@ def least_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """Return the bytes that a GPU needs: all that it holds, and the most that comes on top while it computes
     a step of several microbatches. What the allocator, NCCL and kernels take is not in it.
     """
-    held = held_bytes(shape, trainer, gpus) + base_bytes(shape, trainer, gpus)
+    resident = held_bytes(shape, trainer, gpus) + base_bytes(shape, trainer, gpus)
     inputs = inputs_bytes(shape, trainer)
     computing = max(_head_bytes(shape, trainer, gpus), _layer_bytes(shape, trainer, gpus))
-    return held + max(inputs + computing, _end_bytes(shape, trainer, gpus))
+    return resident + max(inputs + computing, _end_bytes(shape, trainer, gpus))
 
 
 def _head_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
@@ -190,12 +190,12 @@ def _layer_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:
     """
     size = trainer.tensor_parallel_size
     numbers = WIDE * shape.wide / size + NARROW * shape.hidden
-    kept = HALF_BYTES * _tokens(trainer) * numbers
+    activations = HALF_BYTES * _tokens(trainer) * numbers
     if is_sharded(shape, trainer, gpus):
         gradients = HALF_BYTES * shape.head + ENDS_BYTES * shape.layer / size
     else:
         gradients = ENDS_BYTES * shape.layer
-    return gathered_bytes(shape, trainer, gpus) + kept + (0 if shape.adapters else gradients)
+    return gathered_bytes(shape, trainer, gpus) + activations + (0 if shape.adapters else gradients)
 
 
 def _end_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:

@@ -31,7 +31,7 @@ class Progress:
         self._done += 1
         self._say(self._done, self._total)
 
-    def moved(self, size: int) -> None:
+    def count_bytes(self, size: int) -> None:
         """So many bytes more were read, written or hashed, in any thread."""
         with self._lock:
             before, self._bytes = self._bytes, self._bytes + size

@@ -15,7 +15,7 @@ from coordinator.collector.order import Order
 from coordinator.directory.claims import Claims
 from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.directory.parts import PartWriter
-from rollout.collect import OURS, Collector
+from rollout.collect import OURS, GroupCollector
 from rollout.engines.answers import EngineError
 from rollout.slots import ListedSlots, Slot, SlotSource
 from rollout.trajectory import Group, generated_tokens
@@ -48,7 +48,7 @@ class NodeSide:
 class Collection:
     """One order to collect: where its slots come from, and where its finished groups go."""
 
-    def __init__(self, order: Order, node: NodeSide, collector: Collector) -> None:
+    def __init__(self, order: Order, node: NodeSide, collector: GroupCollector) -> None:
         self._order = order
         self._node = node
         self._collector = collector

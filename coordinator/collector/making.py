@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.collector.order import Order, RecipeNames
 from coordinator.directory.layout import RunDir
-from rollout.collect import Collector
+from rollout.collect import GroupCollector
 from rollout.engines.client import EngineClient
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
 from rollout.engines.model_facts import most_tokens, vocabulary_size
@@ -46,7 +46,7 @@ class GroupsInFlight:
                 renderer=None if engine.facts.renders_pictures else LocalTokenizer(order.start_model),
             )  # fmt: skip
         self._entered = AsyncExitStack()
-        self.collector = Collector(
+        self.collector = GroupCollector(
             counts=order.quota.counts,
             client=self._client,
             recipes=recipes,

@@ -16,7 +16,7 @@ from coordinator.directory.metrics_file import MetricsFile
 from rollout.engines.model_dir import is_model_file
 from rollout.environment_variables import cores
 from rollout.storage import files, hashing
-from rollout.storage.hashing import Moved, unheard
+from rollout.storage.hashing import CountBytes, unheard
 from trainer.documents import RESULT, STATE_DIR, DamagedDocument, TrainResult
 
 VERIFIED = ".verified.json"
@@ -133,21 +133,21 @@ def weigh_checkpoint(directory: Path) -> TrainResult:
 
 def verify_checkpoint(
     directory: Path,
-    moved: Moved = unheard,
+    count_bytes: CountBytes = unheard,
     threads: int = 8,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> TrainResult:
     """Return the result, after size and checksum of every file in it whose name is wanted were verified;
     reads all of these.
 
-    `moved` gets the size of each piece that was read, in any thread. Raises Incomplete.
+    `count_bytes` gets the size of each piece that was read, in any thread. Raises Incomplete.
     """
     result = weigh_checkpoint(directory)
     names = [name for name in result.files if is_wanted(name)]
 
     def verify(name: str) -> bool:
         try:
-            return hashing.file_facts(directory / name, moved) == result.files[name]
+            return hashing.file_facts(directory / name, count_bytes) == result.files[name]
         except FileNotFoundError:
             return False
 
@@ -172,7 +172,7 @@ def is_verified(directory: Path) -> bool:
         return False
 
 
-def verify_and_record(directory: Path, moved: Moved = unheard, threads: int = 8) -> None:
+def verify_and_record(directory: Path, count_bytes: CountBytes = unheard, threads: int = 8) -> None:
     """Verify a checkpoint and write down that it is whole, or what is damaged, once for all nodes.
 
     Raises Incomplete if it is damaged. The record is a file in it, and goes where the checkpoint goes.
@@ -180,7 +180,7 @@ def verify_and_record(directory: Path, moved: Moved = unheard, threads: int = 8)
     begun_with = _result_bytes(directory)
     try:
         before = _stats(directory, read_result(directory))
-        verify_checkpoint(directory, moved, threads)
+        verify_checkpoint(directory, count_bytes, threads)
     except Incomplete as error:
         # Else it was set aside or removed meanwhile, and maybe trained again.
         if begun_with is not None and _result_bytes(directory) == begun_with:

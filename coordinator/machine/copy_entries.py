@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.storage.hashing import Moved
+from rollout.storage.hashing import CountBytes
 
 UNUSED = 2
 """Copies that stay although no process uses them: the next start of a run needs them."""
@@ -26,7 +26,7 @@ class StoreError(RuntimeError):
     """A model does not fit on this machine. The message names the folder and the setting."""
 
 
-def acquire(entry: Path, fill: Callable[[], None], moved: Moved) -> int:
+def acquire(entry: Path, fill: Callable[[], None], count_bytes: CountBytes) -> int:
     """Return a descriptor of `entry` with a shared lock, once its copy is there; `fill` makes it."""
     while True:
         descriptor = _open(entry)
@@ -39,7 +39,7 @@ def acquire(entry: Path, fill: Callable[[], None], moved: Moved) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-        moved(0)
+        count_bytes(0)
         time.sleep(LOOK_S)
 
 

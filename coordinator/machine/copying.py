@@ -15,7 +15,7 @@ from coordinator.directory.published import Incomplete
 from coordinator.machine.copy_entries import COPY, PART, StoreError, make_room
 from rollout.storage import delta, files, hashing
 from rollout.storage.files import SharedFsError
-from rollout.storage.hashing import FileFacts, Moved
+from rollout.storage.hashing import CountBytes, FileFacts
 from rollout.storage.writer import FileSink, copy_of
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class CopyOrder:
 
     source: Path
     files: Mapping[str, FileFacts]
-    moved: Moved
+    count_bytes: CountBytes
     before: Mapping[str, Path]
     threads: int
     links: bool = False
@@ -79,7 +79,7 @@ def _copy(order: CopyOrder, target: Path, name: str) -> int:
         (target / name).symlink_to(path.resolve())
         return 0
     with open(target / name, "wb") as file:
-        sink = FileSink(file, order.moved)
+        sink = FileSink(file, order.count_bytes)
         copy_of(path)(sink)
     if (actual := sink.facts) != expected:
         raise Incomplete(
@@ -95,11 +95,11 @@ def _rebuild(order: CopyOrder, target: Path, name: str) -> bool:
     """
     change, before = order.source / delta.delta_name(name), order.before[name]
     try:
-        if not files.exists(change) and hashing.file_facts(before, order.moved) == order.files[name]:
+        if not files.exists(change) and hashing.file_facts(before, order.count_bytes) == order.files[name]:
             os.link(before, target / name)
             return True
         with open(before, "rb") as old, open(target / name, "wb") as file:
-            sink = FileSink(file, order.moved)
+            sink = FileSink(file, order.count_bytes)
             delta.apply(old, hashing.pieces(change), sink.write)
         problem = "that comes to another checksum" if sink.facts != order.files[name] else ""
     except (OSError, delta.DamagedDelta) as error:

@@ -16,7 +16,7 @@ from coordinator.machine.copying import CopyOrder
 from coordinator.machine.filesystems import LOCAL, find_mount
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.network import boot
-from rollout.storage.hashing import FileFacts, Moved
+from rollout.storage.hashing import CountBytes, FileFacts
 from rollout.storage.writer import THREADS
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Store:
         self,
         source: Path,
         files: Mapping[str, FileFacts],
-        moved: Moved,
+        count_bytes: CountBytes,
         before: Mapping[str, Path] | None = None,
         threads: int = THREADS,
     ) -> Path:
@@ -61,11 +61,11 @@ class Store:
 
         It is `source` itself where that is on a local filesystem; a directory of links if weights in another
         layout lie beside, which vLLM would take for the model's own. A copy, or such a directory, stays until
-        HELD others were asked for. `moved` gets the size of each piece that is copied, 0 now and then while
-        another process or thread copies, and may raise. `before`: by name, the files of this machine that the
-        deltas in `source` change into these, or that are these; what does not come to the right checksum is
-        copied whole. Raises Incomplete if a file of `source` is not as `files` says, StoreError if there is
-        no room, SharedFsError.
+        HELD others were asked for. `count_bytes` gets the size of each piece that is copied, 0 now and then
+        while another process or thread copies, and may raise. `before`: by name, the files of this machine
+        that the deltas in `source` change into these, or that are these; what does not come to the right
+        checksum is copied whole. Raises Incomplete if a file of `source` is not as `files` says, StoreError
+        if there is no room, SharedFsError.
         """
         is_here = _is_here(source, files)
         if is_here and not _has_other_weights(source, files):
@@ -78,8 +78,10 @@ class Store:
                 self._held[key] = descriptor
         if descriptor is None:
             self._let_go(HELD - 1)
-            order = CopyOrder(source, files, moved, before or {}, threads, is_here)
-            descriptor = copy_entries.acquire(folder / key, lambda: copying.fill(folder / key, order), moved)
+            order = CopyOrder(source, files, count_bytes, before or {}, threads, is_here)
+            descriptor = copy_entries.acquire(
+                folder / key, lambda: copying.fill(folder / key, order), count_bytes
+            )
             self._keep(key, descriptor)
             self._let_go(HELD)
         os.utime(folder / key)  # the least recently used go first
@@ -166,10 +168,10 @@ class Store:
                 os.close(self._held.pop(key))
             self._held[key] = descriptor
 
-    def _let_go(self, left: int) -> None:
-        """Keep the last `left` copies that were asked for."""
+    def _let_go(self, most: int) -> None:
+        """Keep the last `most` copies that were asked for."""
         with self._lock:
-            while len(self._held) > left:
+            while len(self._held) > most:
                 os.close(self._held.pop(next(iter(self._held))))
 
 

@@ -50,7 +50,7 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import difference
 from coordinator.start.start import NodeStart
 from rollout.storage import files
-from rollout.storage.hashing import Moved
+from rollout.storage.hashing import CountBytes
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +144,17 @@ class Node:
         """Raise what has ended the present phase, if anything has."""
         self.phase_endings.check()
 
-    def reading(self) -> Moved:
+    def reading(self) -> CountBytes:
         """Return a function to call with the size of each piece that this phase reads: that counts as
         progress, and raises what has ended the phase. For any thread.
         """
         count = self.position.count_bytes()
 
-        def moved(size: int) -> None:
+        def count_bytes(size: int) -> None:
             count(size)
             self.check()
 
-        return moved
+        return count_bytes
 
     def _hear_other_crew(self) -> None:
         """Hear whether the other crew has ended. A worker hears it from its master, while it

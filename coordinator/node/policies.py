@@ -13,7 +13,7 @@ from coordinator.start.inputs import base_model_dir
 from rollout.engines.model_dir import FROZEN, model_files, policy_digest
 from rollout.storage import known_files
 from rollout.storage.delta import delta_name
-from rollout.storage.hashing import FileFacts, Moved, unheard
+from rollout.storage.hashing import CountBytes, FileFacts, unheard
 from rollout.storage.writer import THREADS
 from trainer.documents import TrainResult
 
@@ -40,7 +40,7 @@ class Policies:
         self._base_files = self._base_files or known_files.checksums(directory, model_files(directory))
         return Policy(0, directory, policy_digest(self._base_files))
 
-    def hold(self, policy: Policy, moved: Moved, threads: int = THREADS) -> Policy:
+    def hold(self, policy: Policy, count_bytes: CountBytes, threads: int = THREADS) -> Policy:
         """Return the policy from a directory of this machine, for engines and trainers; see Store.hold.
 
         Of a checkpoint it is the model, without the trainer's state and what describes the training. Where
@@ -50,7 +50,7 @@ class Policies:
         if policy.iteration > 0:
             result = policy.result or published.read_result(policy.directory)
             model, before = _model_files(result), self._files_before(policy, result)
-        directory = self._store.hold(policy.directory.absolute(), model, moved, before, threads)
+        directory = self._store.hold(policy.directory.absolute(), model, count_bytes, before, threads)
         return replace(policy, directory=directory)
 
     def size_of(self, iteration: int) -> int:
@@ -77,7 +77,7 @@ class Policies:
         unchanged = older.files.get(FROZEN) == result.files.get(FROZEN)
         return {name: copy / name for name in names if name != FROZEN or unchanged}
 
-    def fetch(self, iteration: int, moved: Moved, threads: int = THREADS) -> None:
+    def fetch(self, iteration: int, count_bytes: CountBytes, threads: int = THREADS) -> None:
         """Have the model of a checkpoint on this machine. The trainer's state is left alone.
 
         It is verified while it is copied. If nothing has to be copied, a crew that only generates reads it to
@@ -85,13 +85,13 @@ class Policies:
         """
         policy = self.policy_of(iteration)
         copies = self._identity.settings.engine.url is None
-        held = self.hold(policy, moved, threads) if copies else policy
-        is_copied = held.directory.absolute() != policy.directory.absolute()
+        held_policy = self.hold(policy, count_bytes, threads) if copies else policy
+        is_copied = held_policy.directory.absolute() != policy.directory.absolute()
         if not is_copied and self._identity.run_dir.crew == "rollout":
-            published.verify_checkpoint(policy.directory, moved, threads, is_part_of_model)
+            published.verify_checkpoint(policy.directory, count_bytes, threads, is_part_of_model)
         self._fetched[iteration] = policy.digest
 
-    def verify(self, iteration: int, moved: Moved = unheard) -> None:
+    def verify(self, iteration: int, count_bytes: CountBytes = unheard) -> None:
         """Make sure that a checkpoint may be used; Incomplete says what is damaged.
 
         One that this process has published was weighed, and is verified in the background. Any other one is
@@ -104,13 +104,13 @@ class Policies:
         if iteration == 0 or iteration in self._usable or self.is_verified(iteration):
             return
         if self._identity.run_dir.crew != "rollout":
-            self.verify_now(iteration, moved)
+            self.verify_now(iteration, count_bytes)
         elif self._fetched.get(iteration) != self.policy_of(iteration).digest:
-            self.fetch(iteration, moved)
+            self.fetch(iteration, count_bytes)
 
-    def verify_now(self, iteration: int, moved: Moved = unheard) -> None:
+    def verify_now(self, iteration: int, count_bytes: CountBytes = unheard) -> None:
         """Read all of a checkpoint; Incomplete says what is damaged."""
-        published.verify_and_record(self._identity.run_dir.checkpoint(iteration), moved)
+        published.verify_and_record(self._identity.run_dir.checkpoint(iteration), count_bytes)
         self._verified.add(iteration)
 
     def is_verified(self, iteration: int) -> bool:

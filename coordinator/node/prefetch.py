@@ -56,7 +56,7 @@ class Prefetch:
         self._background.is_idle(CLOSE_TIMEOUT_S)
 
     def _run(self, iteration: int, pause_s: float, stop: threading.Event) -> None:
-        def moved(_size: int) -> None:
+        def count_bytes(_size: int) -> None:
             if stop.is_set():
                 raise _Stopped
 
@@ -64,7 +64,7 @@ class Prefetch:
             while iteration not in published.checkpoints(self._run_dir):
                 if stop.wait(pause_s):
                     return
-            self._policies.fetch(iteration, moved, THREADS)
+            self._policies.fetch(iteration, count_bytes, THREADS)
         except _Stopped:
             return
         except (Incomplete, StoreError, SharedFsError, FileNotFoundError) as error:

@@ -12,11 +12,11 @@ def serve(node: Node, policy: Policy) -> Policy:
     The node's own engine loads a copy on this machine. A server that the user runs may be unable to read it,
     and loads from the shared directory.
     """
-    settings, moved = node.settings, node.reading()
+    settings, count_bytes = node.settings, node.reading()
     base = node.policies.policy_of(0) if settings.trainer.lora.rank else None
     if settings.engine.url is None:
-        base = base and node.policies.hold(base, moved)
-        policy = node.policies.hold(policy, moved)
+        base = base and node.policies.hold(base, count_bytes)
+        policy = node.policies.hold(policy, count_bytes)
     adapters = base and Adapters(base, settings.trainer.lora.rank)
     node.engine.ensure(policy, settings.engine, node.check, adapters)
     return policy

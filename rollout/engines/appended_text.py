@@ -33,8 +33,8 @@ async def token_ids(
     while text:
         tokens, spelt = await _behind(text, tokenize, detokenize)
         if 0 < spelt < len(text):  # behind a special token in the text there is a space again
-            before, whole = await _behind(text[:spelt], tokenize, detokenize)
-            if whole == spelt:
+            before, covered = await _behind(text[:spelt], tokenize, detokenize)
+            if covered == spelt:
                 ids, text = ids + before, text[spelt:]
                 continue
         if spelt < len(text) and not facts.setdefault(f"misspells {text[spelt]}", False):
@@ -59,14 +59,14 @@ async def _behind(text: str, tokenize: Tokenize, detokenize: Detokenize) -> tupl
     """Return tokens for a text behind others, and how many of its characters they spell from the first on."""
     best, most = await tokenize(text), -1
     for anchor in ANCHORS:
-        front, whole = await tokenize(anchor), await tokenize(anchor + text)
-        if whole[: len(front)] != front:
+        front, all_tokens = await tokenize(anchor), await tokenize(anchor + text)
+        if all_tokens[: len(front)] != front:
             continue
-        before, after = await detokenize(front), await detokenize(whole)
+        before, after = await detokenize(front), await detokenize(all_tokens)
         if after == before + text:
-            return whole[len(front) :], len(text)
+            return all_tokens[len(front) :], len(text)
         pairs = zip(after.removeprefix(before), text, strict=False)
         spelt = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if after.startswith(before) and spelt > most:
-            best, most = whole[len(front) :], spelt
+            best, most = all_tokens[len(front) :], spelt
     return best, max(most, 0)

@@ -150,13 +150,13 @@ def differences(expected: Mapping[str, int], served: Served) -> dict[str, str]:
     wrong: dict[str, str] = {}
     should, does = _by_block(expected), _by_block(_actual(served))
     for block in sorted(should.keys() | does.keys()):
-        ours, theirs = should.get(block, {}), does.get(block, {})
-        if _total(block, ours) == _total(block, theirs):
+        right, actual = should.get(block, {}), does.get(block, {})
+        if _total(block, right) == _total(block, actual):
             continue
-        named = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
-        texts = [f"{name} is {theirs[name]:016x}, should be {ours[name]:016x}" for name in named]
-        whole = f"all its tensors are {_total(block, theirs):016x}, should be {_total(block, ours):016x}"
-        wrong[block] = f"{block}: {_few(texts) if texts else whole}"
+        named = [name for name in sorted(right.keys() & actual.keys()) if right[name] != actual[name]]
+        texts = [f"{name} is {actual[name]:016x}, should be {right[name]:016x}" for name in named]
+        totals = f"all its tensors are {_total(block, actual):016x}, should be {_total(block, right):016x}"
+        wrong[block] = f"{block}: {_few(texts) if texts else totals}"
     return wrong
 
 
@@ -167,12 +167,12 @@ def left_out(expected: Mapping[str, int], served: Served) -> list[str]:
     """
     beginnings: list[str] = []
     does = _by_block(_actual(served))
-    for block, ours in _by_block(expected).items():
+    for block, sums in _by_block(expected).items():
         total = _total(block, does.get(block, {}))
-        if block == _OUTSIDE or _total(block, ours) != total:
-            modules = {module for name in ours for module in _around(name)}
+        if block == _OUTSIDE or _total(block, sums) != total:
+            modules = {module for name in sums for module in _around(name)}
             modules -= {module for name in served for module in _around(name)}
-            beginnings += [name for name in sorted(modules) if _total(block, _without(ours, name)) == total]
+            beginnings += [name for name in sorted(modules) if _total(block, _without(sums, name)) == total]
     return beginnings
 
 

@@ -31,11 +31,11 @@ def fetch_model(model: str) -> Path:
     ignored = [f"*{suffix}" for suffix in (*OTHER_WEIGHTS, *(f".{kind}" for kind in _PICTURES))]
     ignored += ["*.safetensors", f"{ORIGINAL}/*"]
     try:
-        beside = Path(snapshot_download(model, ignore_patterns=ignored))
-        snapshot_download(model, revision=beside.name, allow_patterns=listed_weights(beside))
+        snapshot = Path(snapshot_download(model, ignore_patterns=ignored))
+        snapshot_download(model, revision=snapshot.name, allow_patterns=listed_weights(snapshot))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotFetched(str(error).splitlines()[0]) from None
-    return beside
+    return snapshot
 
 
 def fetch_shapes(directory: Path, model: str) -> Path:
@@ -47,9 +47,9 @@ def fetch_shapes(directory: Path, model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        whole = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-        check_model_dir(whole)
-        return whole
+        snapshot = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        check_model_dir(snapshot)
+        return snapshot
     except (LocalEntryNotFoundError, HFValidationError, WeightsError):
         pass
     try:

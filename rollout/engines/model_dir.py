@@ -121,36 +121,36 @@ def weight_files(path: PathLike) -> list[str]:
     """
     root = Path(path)
     names, listed = _names(root) or [], listed_weights(root)
-    whole = not is_adapter(root)
+    is_model = not is_adapter(root)
     missing = [name for name in listed if name not in names]
     if below := [name for name in listed if "/" in name]:
         raise WeightsError(
             f"{root / INDEX}: names {below[0]}, and weights are read beside the index alone, as vLLM does; "
             "move the files there, and write their names into the index without the folder"
         )
-    if missing and whole and INDEX in names:
+    if missing and is_model and INDEX in names:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise WeightsError(
             f"{root / INDEX}: names {missing[0]}{more}, which this directory lacks; fetch the model again, "
             "or remove an index that belongs to other files"
         )
     if missing:
-        beside = ""
+        hint = ""
         if foreign := [name for name in names if name.endswith(OTHER_WEIGHTS)]:
-            beside = (
+            hint = (
                 f"; {foreign[0]} is in another format: write it as safetensors first (what transformers can "
                 "load, its save_pretrained writes so)"
             )
-        if others := [name for name in names if name.endswith(".safetensors")]:
-            beside = f"; {others[0]} has another name than transformers reads"
-        index = f" and no {INDEX}" if whole else ""
-        raise WeightsError(f"{root}: holds no {listed[0]}{index}, so there are no weights to load{beside}")
-    if whole and INDEX in names and WEIGHTS in names and WEIGHTS not in listed:
+        if other_files := [name for name in names if name.endswith(".safetensors")]:
+            hint = f"; {other_files[0]} has another name than transformers reads"
+        index = f" and no {INDEX}" if is_model else ""
+        raise WeightsError(f"{root}: holds no {listed[0]}{index}, so there are no weights to load{hint}")
+    if is_model and INDEX in names and WEIGHTS in names and WEIGHTS not in listed:
         raise WeightsError(
             f"{root}: has weights twice: transformers reads {WEIGHTS}, and vLLM the files that {INDEX} "
             "names; remove one or the other"
         )
-    if whole and ADAPTER_CONFIG in names:
+    if is_model and ADAPTER_CONFIG in names:
         raise WeightsError(
             f"{root}: holds a whole model and {ADAPTER_CONFIG}: transformers adds that adapter and vLLM does "
             "not; give the model without it, or add the two together first"

@@ -115,12 +115,12 @@ def steady_tokens(model_dir: Path) -> int | None:
     limits: list[Any] = []
     for rope in _ropes(config, text):
         kind = str(rope.get("rope_type", rope.get("type")))
-        whole = text.get("max_position_embeddings")
+        context_tokens = text.get("max_position_embeddings")
         if kind == "longrope":
-            original = text.get(_ORIGINAL, whole)
+            original = text.get(_ORIGINAL, context_tokens)
             limits.append(rope.get(_ORIGINAL, original))
         elif "dynamic" in kind:
-            limits.append(whole)
+            limits.append(context_tokens)
     return min((limit for limit in limits if type(limit) is int and limit > 0), default=None)
 
 
@@ -205,9 +205,9 @@ def may_have_chat_template(model_dir: Path) -> bool:
 
 def template_text(model_dir: Path) -> str:
     """Return all text that may be a chat template of the model."""
-    beside = companions(model_dir)
-    names = [name for name in beside if name.endswith(".jinja")]
-    named = [name for name in beside if name in ("tokenizer_config.json", "chat_template.json")]
+    companion_names = companions(model_dir)
+    names = [name for name in companion_names if name.endswith(".jinja")]
+    named = [name for name in companion_names if name in ("tokenizer_config.json", "chat_template.json")]
     templates = [str(read_json(model_dir / name).get("chat_template", "")) for name in named]
     return "\n".join([*(files.read(model_dir / name).decode(errors="replace") for name in names), *templates])
 

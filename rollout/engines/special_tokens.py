@@ -33,7 +33,7 @@ class SpecialTokens:
     """By their text."""
     end_ids: tuple[int, ...] = ()
     """What ends a sequence by the tokenizer, generation_config.json or config.json, the tokenizer's first."""
-    others: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
+    not_special: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
     """Added tokens that are not special: engines leave them in a text."""
     words: int = field(default=0, compare=False)
     """One more than the largest id of the tokens that were not added."""
@@ -46,10 +46,10 @@ class SpecialTokens:
         """Return whether one of the texts has a special token in it."""
         return any(mark in text for text in texts if text for mark in self.ids)
 
-    def without(self, text: str, kept: Iterable[str]) -> str:
-        """Return a text without the special tokens in it, but for those that are in texts of `kept`."""
-        kept = list(kept)
-        left_out = [mark for mark in self.ids if not any(mark in each for each in kept)]
+    def without(self, text: str, texts: Iterable[str]) -> str:
+        """Return a text without the special tokens in it, but for those that are in texts of `texts`."""
+        texts = list(texts)
+        left_out = [mark for mark in self.ids if not any(mark in each for each in texts)]
         # The longest first: one may begin as another does.
         return re.sub("|".join(map(re.escape, sorted(left_out, key=len, reverse=True))) or "(?!)", "", text)
 
@@ -103,7 +103,7 @@ def read_special_tokens(model_dir: Path) -> SpecialTokens:
         end_ids=tuple(
             dict.fromkeys(token_id for token_id in ends if type(token_id) is int and token_id >= 0)
         ),
-        others={text: token for text, token in ids_added.items() if text and text not in special},
+        not_special={text: token for text, token in ids_added.items() if text and text not in special},
         words=words,
     )
 

@@ -63,13 +63,13 @@ class WorkerExtension:
         group = _world()
         share = (group.rank_in_group, group.world_size) if group else (0, 1)
         try:
-            mine = _facts(self, directory, adapter, share)
+            facts = _facts(self, directory, adapter, share)
         except Exception as error:  # the other ranks wait for this one's facts
-            mine = f"{type(error).__name__}: {error}"
-        everyones: list[Any] = [mine]
+            facts = f"{type(error).__name__}: {error}"
+        everyones: list[Any] = [facts]
         if group:
             everyones = [None] * group.world_size
-            dist.all_gather_object(everyones, mine, group=group.cpu_group)
+            dist.all_gather_object(everyones, facts, group=group.cpu_group)
         try:
             return _compared(proof, everyones, path, adapter)
         except Exception:
@@ -137,7 +137,7 @@ def _served(model: nn.Module) -> tuple[Pieces, Pieces]:
     """
     served: Pieces = {}
     buffers: Pieces = {}
-    seen: set[int] = set()
+    tensor_ids: set[int] = set()
     for prefix, layer in model.named_modules():
         prefix = prefix.replace(".base_layer", "")  # around it are adapters
         for sums, tensors in (
@@ -145,8 +145,8 @@ def _served(model: nn.Module) -> tuple[Pieces, Pieces]:
             (buffers, layer.named_buffers(recurse=False)),
         ):
             for name, tensor in tensors:
-                if tensor.is_floating_point() and id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if tensor.is_floating_point() and id(tensor) not in tensor_ids:
+                    tensor_ids.add(id(tensor))
                     for part, total in _sums(layer, tensor).items():
                         sums.setdefault(f"{prefix}.{name}{part}", []).append(total)
         for part, total in _packed(layer).items():

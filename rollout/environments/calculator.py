@@ -58,8 +58,8 @@ def _prompt(task: Task) -> Prompt:
     beginning = opening(task)
     if isinstance(beginning, str):
         return beginning
-    first, *rest = beginning
-    return [{**first, "content": f"{HINT}\n\n{first['content']}"}, *rest]
+    first, *later_messages = beginning
+    return [{**first, "content": f"{HINT}\n\n{first['content']}"}, *later_messages]
 
 
 def answer(expression: str) -> str:

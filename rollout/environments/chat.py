@@ -65,7 +65,7 @@ class ChatTemplate:
             await self._reader()
         return await self._tokenize(messages, messages)
 
-    async def whole(self, messages: Sequence[Message]) -> list[int]:
+    async def tokenize_whole(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation that ends there, without the generation prompt."""
         return await self._client.tokenize_whole(messages, **self._options)
 
@@ -122,14 +122,16 @@ class ChatTemplate:
         behind their calls: what comes after the token that has ended the turn, or after the one before it.
         """
         called = [*_ASKED, _calling(after.calls)]
-        whole, closed, begun = await asyncio.gather(
-            self._tokenize([*called, *messages], messages), self.whole(called), self._tokenize(_ASKED, _ASKED)
+        all_tokens, closed, begun = await asyncio.gather(
+            self._tokenize([*called, *messages], messages),
+            self.tokenize_whole(called),
+            self._tokenize(_ASKED, _ASKED),
         )
-        begin = same_beginning(begun, whole)
-        turn = whole[begin : max(begin, same_beginning(closed, whole))]
+        begin = same_beginning(begun, all_tokens)
+        turn = all_tokens[begin : max(begin, same_beginning(closed, all_tokens))]
         for token in after.token_ids[:-3:-1]:
             if token in turn:
-                return whole[begin + len(turn) - turn[::-1].index(token) :]
+                return all_tokens[begin + len(turn) - turn[::-1].index(token) :]
         raise RequestRefused(
             "the model has ended its calls with other tokens than its chat template, which does not say what "
             f"messages of the role {_roles(messages)} are then"
@@ -175,12 +177,12 @@ class ChatTemplate:
         call = ToolCall("abcdefghi", "look_up", {"word": "tree"})
         plain = [*_ASKED, {"role": "assistant", "content": "0"}]
         called = [*_ASKED, _calling([call])]
-        bare, whole, end = await asyncio.gather(
+        bare, with_call, end = await asyncio.gather(
             template._tokenize(plain, plain), template._tokenize(called, called), template._behind_turn([])
         )
-        begin = same_beginning(bare, whole)
+        begin = same_beginning(bare, with_call)
         written = await self._client.detokenize(
-            whole[begin : len(whole) - same_beginning(end[::-1], whole[::-1])]
+            with_call[begin : len(with_call) - same_beginning(end[::-1], with_call[::-1])]
         )
         turn = Completion([], [], [], written, "stop")
         for name in PARSERS:

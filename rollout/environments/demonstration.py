@@ -68,9 +68,9 @@ async def written(
     """Return the sample that answers a task with a message; see `demonstration`."""
     if not end_ids:
         raise ValueError("the model names no end-of-sequence token, so its demonstrations would have no end")
-    prompt, whole = await _rendered(task, answer, policy.for_task(task))
-    common = same_beginning(prompt, whole)
-    answer_ids = whole[common:]
+    prompt, with_answer = await _rendered(task, answer, policy.for_task(task))
+    common = same_beginning(prompt, with_answer)
+    answer_ids = with_answer[common:]
     end = next((token for token in answer_ids if token in end_ids), end_ids[0])
     words = await policy.tokenize(answer["content"])
     if any(token in end_ids for token in words[:-1]):
@@ -79,7 +79,7 @@ async def written(
             "be learnt; take the mark out of the words"
         )
     if common < len(prompt):
-        answer_ids = await _behind_opened(prompt, whole, common, answer, policy)
+        answer_ids = await _behind_opened(prompt, with_answer, common, answer, policy)
     trained = [*takewhile(lambda token: token not in end_ids, answer_ids), end]
     shown = pictures_in(messages_before(task)) if "messages" in task else []
     prompt, pictures = await policy.expanded(prompt, shown)
@@ -108,12 +108,12 @@ def check_vocabulary(task: Task, token_ids: Sequence[int], vocabulary: int | Non
 
 
 async def _behind_opened(
-    prompt: list[int], whole: list[int], common: int, answer: Message, policy: Policy
+    prompt: list[int], with_answer: list[int], common: int, answer: Message, policy: Policy
 ) -> list[int]:
     """Return the tokens of an answer behind a prompt that opens what the whole conversation, which has
     `common` tokens with it, closes at once, leaves out, or has in other tokens.
     """
-    asked_text, whole_text = [await policy.detokenize(tokens) for tokens in (prompt, whole)]
+    asked_text, whole_text = [await policy.detokenize(tokens) for tokens in (prompt, with_answer)]
     same = same_beginning(asked_text, whole_text)
     text, is_plain = whole_text[same:], answer.keys() <= {"role", "content"}
     closes = same == len(asked_text) or _OPENED.search(asked_text[:same])
@@ -125,7 +125,7 @@ async def _behind_opened(
         if tokens[: len(opened)] == opened:  # the answer too begins with what the template opens
             tokens = tokens[len(opened) :]
     else:
-        tokens = whole[common:]
+        tokens = with_answer[common:]
     if (mark := _OPENED.search(asked_text)) and f"</{mark[1]}>" not in text:
         warn_once(
             f"open {mark[1]}",
@@ -149,14 +149,14 @@ async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[i
         prompt = task["prompt"]
         return await policy.tokenize_whole(prompt), await policy.tokenize_whole(prompt + answer["content"])
     messages = messages_before(task)
-    whole = await policy.tokenize_whole([*messages, answer])
+    with_answer = await policy.tokenize_whole([*messages, answer])
     for name in [name for name in ("content", *more) if more and answer[name]]:
         less = (
             {**answer, name: ""}
             if name == "content"
             else {key: answer[key] for key in answer.keys() - {name}}
         )
-        if await policy.tokenize_whole([*messages, less]) != whole:
+        if await policy.tokenize_whole([*messages, less]) != with_answer:
             continue
         if name not in SAID:
             warn_once(f"left out {name}", f"the model's chat template leaves out `{name}` of messages")
@@ -165,7 +165,7 @@ async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[i
             f"task {task['id']!r}: the model's chat template leaves out `{name}` of its answer, which would "
             "not be learnt; take a model whose template writes it, write it into `content`, or leave it out"
         )
-    return await policy.tokenize(messages), whole
+    return await policy.tokenize(messages), with_answer
 
 
 def check_demonstrations(tasks: TaskSet) -> None:

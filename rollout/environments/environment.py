@@ -117,9 +117,9 @@ def resolve_environment(name: str) -> Environment:
     if ":" not in name:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         near = [f"{name}:FUNCTION"] if name.endswith(SUFFIX) else near
-        meant = f"did you mean {near[0]}? There" if near else "there"
+        guess = f"did you mean {near[0]}? There" if near else "there"
         raise EnvironmentSettingError(
-            f"environment {name!r}: {meant} is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
+            f"environment {name!r}: {guess} is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "
             "openenv:URL, or give module:function or file.py:function"
         )
     try:

@@ -42,7 +42,7 @@ class _Node:
     replied: bool = False
     choices: Sequence["_Node"] = ()
     """All replies to its request, itself too."""
-    taken: int = 0
+    repeats: int = 0
     """How many requests repeat it and go on."""
     continued: int = 0
     """How many of these go on with its tokens."""
@@ -50,7 +50,7 @@ class _Node:
     @property
     def is_passed_over(self) -> bool:
         """Whether the agent has gone on with another choice of the same request, and not with this one."""
-        return not self.taken and any(choice.taken for choice in self.choices)
+        return not self.repeats and any(choice.repeats for choice in self.choices)
 
 
 class AgentSession:
@@ -176,7 +176,7 @@ class AgentSession:
     def _count(self, repeated: _Node | None, parent: _Node | None, requests: int) -> None:
         """Count requests that repeat a reply, and go on with the tokens of `parent`."""
         if repeated:
-            repeated.taken += requests
+            repeated.repeats += requests
         if parent:
             parent.continued += requests
 
@@ -184,7 +184,7 @@ class AgentSession:
         """Return the longest known conversation that begins the messages, and how many messages it has."""
         for known in range(len(digests), 0, -1):
             if nodes := self._known.get(digests[known - 1]):
-                return min(nodes, key=lambda node: node.taken), known
+                return min(nodes, key=lambda node: node.repeats), known
         return None, 0
 
     def _app(self) -> web.Application:

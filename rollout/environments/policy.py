@@ -156,7 +156,7 @@ class Policy:
     async def tokenize_whole(self, text: str | Messages) -> list[int]:
         """Token ids of a text with its special tokens, or of messages without a generation prompt."""
         if is_chat(text):
-            return await self._template.whole(text)
+            return await self._template.tokenize_whole(text)
         return await self._client.tokenize_whole(text)
 
     async def expanded(
@@ -246,7 +246,7 @@ class Episode:
         """
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)
-        elif (left := self.tokens_left) <= 0 or any(
+        elif (tokens_left := self.tokens_left) <= 0 or any(
             self._policy.placeholder in turn.token_ids for turn in self.turns
         ):
             turn = self._out_of_room()
@@ -256,7 +256,7 @@ class Episode:
             if is_chat(new):
                 new = await self._policy.with_pictures(new)
                 pictures += pictures_in(new)
-            limit, turns = left if max_tokens is None else min(max_tokens, left), turns_of(new)
+            limit, turns = tokens_left if max_tokens is None else min(max_tokens, tokens_left), turns_of(new)
             token_ids = self.asked_ids + await self._policy.continuation(new, after=last)
             try:
                 (turn,) = await self._policy.generate(

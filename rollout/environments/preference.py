@@ -63,13 +63,13 @@ def _answer(task: Task, name: str) -> Message:
     answer = task.get(name)
     if isinstance(answer, list):
         prompt = messages_before(task) if "messages" in task else []
-        rest = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-        if len(rest) != 1 or not isinstance(rest[0], dict) or rest[0].get("role") != "assistant":
+        turns = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
+        if len(turns) != 1 or not isinstance(turns[0], dict) or turns[0].get("role") != "assistant":
             raise TaskError(
                 f"task {task['id']!r}: `{name}` must be one message of the assistant, or the task's messages "
-                f"with that behind them; it has {len(rest)} messages of its own"
+                f"with that behind them; it has {len(turns)} messages of its own"
             )
-        message: Message = rest[0]
+        message: Message = turns[0]
     else:
         message = {"role": "assistant", "content": answer if isinstance(answer, str) else ""}
     if not any(message.get(name) for name in SAID):

@@ -59,8 +59,8 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
     if sample.finish_reason != UNFINISHED:
         return replace(sample)
     drawn = int(sample.loss_mask.sum())
-    left = sampling.max_tokens - drawn
-    limit = min(segment.tokens or left, left)
+    tokens_left = sampling.max_tokens - drawn
+    limit = min(segment.tokens or tokens_left, tokens_left)
     try:
         (completion,) = await policy.resumed(sample.index, drawn).generate(
             sample.token_ids.tolist(), max_tokens=limit
@@ -90,7 +90,7 @@ async def _go_on(sample: Sample, policy: Policy, sampling: Sampling, segment: Se
         added,
         loss_mask=np.concatenate([sample.loss_mask, added.loss_mask[len(sample.loss_mask) :]]),
         logprobs=np.concatenate([sample.logprobs, added.logprobs[len(sample.logprobs) :]]),
-        finish_reason=_finish_reason(completion, limit, left),
+        finish_reason=_finish_reason(completion, limit, tokens_left),
         text=text,
         turns=[],
         spans=[*sample.spans, *_spans(completion, segment)],
@@ -118,11 +118,11 @@ async def _stop_across(
     return None
 
 
-def _finish_reason(completion: Completion, limit: int, left: int) -> str:
+def _finish_reason(completion: Completion, limit: int, tokens_left: int) -> str:
     """Return UNFINISHED for a completion that has ended only because no more than `limit` were asked for, of
-    the `left` ones that the sample may still have.
+    the `tokens_left` ones that the sample may still have.
     """
-    is_cut = completion.finish_reason == "length" and len(completion.token_ids) == limit < left
+    is_cut = completion.finish_reason == "length" and len(completion.token_ids) == limit < tokens_left
     return UNFINISHED if is_cut else completion.finish_reason
 
 

@@ -115,8 +115,8 @@ class TaskTeacher:
                 f"rollout.teacher={SELF}{self._teacher.field} has no place for the hint; leave it out"
             )
         ids[first - len(plain) : first] = other
-        moved = len(other) - len(plain)
-        logprobs[trained] = np.array([0.0, *await self._policy.logprobs(ids)])[trained + moved]
+        shift = len(other) - len(plain)
+        logprobs[trained] = np.array([0.0, *await self._policy.logprobs(ids)])[trained + shift]
         return logprobs
 
     async def _endings(self, feedback: str | None) -> list[tuple[list[int], list[int]]]:

@@ -104,8 +104,8 @@ async def _mark_without_end(policy: Policy, special_tokens: SpecialTokens) -> st
         ]
     except RequestRefused:
         return None
-    behind = first[len(first) - same_beginning(first[::-1], other[::-1]) :]
-    if {*special_tokens.end_ids, *special_tokens.stop_ids(policy.sampling.stop)} & {*behind}:
+    ending = first[len(first) - same_beginning(first[::-1], other[::-1]) :]
+    if {*special_tokens.end_ids, *special_tokens.stop_ids(policy.sampling.stop)} & {*ending}:
         return None
     texts = {token: text for text, token in special_tokens.ids.items()}
-    return next((texts[token] for token in behind if token in texts), None)
+    return next((texts[token] for token in ending if token in texts), None)

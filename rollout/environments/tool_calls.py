@@ -127,10 +127,10 @@ def _qwen3_coder(text: str, schemas: Mapping[str, Any]) -> Found:
         arguments, end, schema = dict[str, Any](), head.end(), schemas.get(head[1])
         while argument := _QWEN_ARGUMENT.match(text, end):
             name, value = argument[1], argument[2]
-            others = re.findall(r"<parameter=([^>\n]+)>", value)
+            parameters = re.findall(r"<parameter=([^>\n]+)>", value)
             known = (schema or {}).get("properties") or ()
             if re.search(r"</function>\s*</tool_call>", value) or any(
-                other in known or not known for other in others
+                other in known or not known for other in parameters
             ):
                 raise NoCall  # of the next argument, or call: this argument has no end
             arguments[name] = argument_of(value.removeprefix("\n").removesuffix("\n"), name, schema)
@@ -172,24 +172,24 @@ def _mistral(text: str, schemas: Mapping[str, Any]) -> Found:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or for each `[TOOL_CALLS]NAME[ARGS]{...}`:
     Mistral. The marks may be missing: engines leave special tokens out of the text.
     """
-    before, mark, rest = text.partition(MISTRAL_MARK)
-    rest = (rest if mark else text).strip()
+    before, mark, calls_text = text.partition(MISTRAL_MARK)
+    calls_text = (calls_text if mark else text).strip()
     calls: list[ParsedCall | None] = []
     try:
-        if rest.startswith("["):
-            values, end = read_json(rest)
-            if rest[end:].strip() or not isinstance(values, list):
+        if calls_text.startswith("["):
+            values, end = read_json(calls_text)
+            if calls_text[end:].strip() or not isinstance(values, list):
                 raise NoCall
             if not mark and not all(isinstance(value, dict) for value in values):
                 return "", []
             return before if mark else "", [_call_or_none(value) for value in values]
-        while rest:
-            match = _MISTRAL_NAME.match(rest)
+        while calls_text:
+            match = _MISTRAL_NAME.match(calls_text)
             if match is None or (not match[2] and match[1] not in schemas):
                 raise NoCall
-            arguments, end = read_json(rest, match.end()) if match[2] else ({}, match.end())
+            arguments, end = read_json(calls_text, match.end()) if match[2] else ({}, match.end())
             calls.append(ParsedCall(match[1], arguments))
-            rest = rest[end:].strip().removeprefix(MISTRAL_MARK)
+            calls_text = calls_text[end:].strip().removeprefix(MISTRAL_MARK)
     except (ValueError, RecursionError):
         return before if mark else "", [*calls, None] if calls or mark else []
     return before if mark else "", calls

@@ -95,7 +95,7 @@ def try_tasks(
     contexts = [*longest.values(), *([] if most_of_model is None else [most_of_model])]
     special_tokens = {token: text for text, token in known.ids.items()}
     most = math.inf if rows is None else rows
-    added, template = {**known.ids, **known.others}, template_text(model_dir)
+    added, template = {**known.ids, **known.not_special}, template_text(model_dir)
     lacking = [text for text, token in added.items() if token >= most]
     place = placeholder(model_dir)
     picture = next((text for text, token in added.items() if token == place), None)

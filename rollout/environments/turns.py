@@ -54,12 +54,12 @@ def sample_of(*turns: Completion) -> Sample:
 
 def _routes(turns: Sequence[Completion], tokens: int) -> NDArray[np.int16] | None:
     """(tokens, ...) routes of each token by the turn that has read it first; None if no turn has any."""
-    whole, known = None, 0
+    all_routes, known = None, 0
     for routes in (turn.routes for turn in turns if turn.routes is not None):
-        whole = np.full((tokens, routes.shape[1]), -1, np.int16) if whole is None else whole
-        whole[known : len(routes)] = routes[known:]
+        all_routes = np.full((tokens, routes.shape[1]), -1, np.int16) if all_routes is None else all_routes
+        all_routes[known : len(routes)] = routes[known:]
         known = len(routes)
-    return whole
+    return all_routes
 
 
 def opening(task: Task) -> str | list[Message]:

@@ -95,13 +95,13 @@ async def _play(environment: Any, task: Any, j: int, base_url: str, api_key: str
     faults = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if faults or not episode.ok:  # an attempt that was repeated has left a conversation without a reward
         return {"error": f"{faults[-1].type}: {faults[-1].message}" if faults else "its episode has failed"}
-    ours = [
+    agents = [
         trace
         for trace in episode.traces
         if trace.agent.trainable and trace.agent.config.client.base_url == base_url
     ]
-    if len(ours) != 1:
-        return {"error": f"the policy plays {len(ours)} agents of the episode, where one can be trained"}
-    scores = {name: reward.score for name, reward in ours[0].rewards.items() if reward is not None}
-    metrics = {name: value for name, value in ours[0].metrics.items() if value is not None}
-    return {"reward": ours[0].reward, "metrics": {**metrics, **scores}}
+    if len(agents) != 1:
+        return {"error": f"the policy plays {len(agents)} agents of the episode, where one can be trained"}
+    scores = {name: reward.score for name, reward in agents[0].rewards.items() if reward is not None}
+    metrics = {name: value for name, value in agents[0].metrics.items() if value is not None}
+    return {"reward": agents[0].reward, "metrics": {**metrics, **scores}}

@@ -55,7 +55,7 @@ class KillableProcess:
     def __init__(self, maker: str, say: Callable[[str], None] | None) -> None:
         self._lock = threading.Lock()
         self._killed = False
-        self._channel, theirs = socket.socketpair()
+        self._channel, child_end = socket.socketpair()
         self._lines = self._channel.makefile("rb")
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD],
@@ -67,10 +67,10 @@ class KillableProcess:
         )
         # Hash randomisation off: what a library makes from a set is the same in every process.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", _MAIN, maker],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL if say is None else subprocess.PIPE,
                 stderr=subprocess.DEVNULL if say is None else subprocess.STDOUT,
                 env=environment,
@@ -104,8 +104,8 @@ class KillableProcess:
         self.kill()
         if code == -signal.SIGKILL:  # by close(), or by the kernel because memory was full
             raise CallFailed("its process was killed")
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        raise CallLost(f"it crashed its process ({how})")
+        ending = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        raise CallLost(f"it crashed its process ({ending})")
 
     def _exit_code(self) -> int | None:
         """Return the exit code of a process whose socket is at its end; one that has only closed it ends."""

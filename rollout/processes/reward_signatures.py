@@ -74,10 +74,10 @@ def _returns_reward(function: Callable[..., Any]) -> bool:
     """Return whether a function certainly returns one that it defines, with parameters of TRL's rewards."""
     code = getattr(function, "__code__", None)
     inner = {
-        each.co_name
-        for each in getattr(code, "co_consts", ())
-        if isinstance(each, CodeType)
-        and {"completions", "completion_ids"} & {*each.co_varnames[: each.co_argcount]}
+        constant.co_name
+        for constant in getattr(code, "co_consts", ())
+        if isinstance(constant, CodeType)
+        and {"completions", "completion_ids"} & {*constant.co_varnames[: constant.co_argcount]}
     }
     steps = pairwise(dis.get_instructions(code)) if code and inner else ()
     return any(before.argval in inner and step.opname == "RETURN_VALUE" for before, step in steps)

@@ -21,8 +21,8 @@ def exact(task: Task, completion: str) -> float:
     if not answer:
         raise ValueError("its `answer` is empty")
     refuse_solution(answer)
-    whole = re.sub(r"^([-+]?[0-9]+)\.0$", r"\1", answer)
-    return float(text in (answer, whole))
+    integer = re.sub(r"^([-+]?[0-9]+)\.0$", r"\1", answer)
+    return float(text in (answer, integer))
 
 
 def _plain(text: str) -> str:

@@ -94,10 +94,10 @@ def program_of(completion: str) -> str:
 def _called(program: str, tests: list[str], limits: Limits) -> int:
     """Return how many tests call the program without an error; the first text only prepares them."""
     source = Path(peers.__file__).read_text(encoding="utf-8")
-    ours, theirs = socket.socketpair()
+    answer_end, tests_end = socket.socketpair()
     with ExitStack() as stack:
-        with ours, theirs:
-            sides = ({"answer.py": program}, ours), ({"tests.json": json.dumps(tests)}, theirs)
+        with answer_end, tests_end:
+            sides = ({"answer.py": program}, answer_end), ({"tests.json": json.dumps(tests)}, tests_end)
             answering, testing = [
                 stack.enter_context(Jail({"main.py": source, **files}, limits, stdin=end))
                 for files, end in sides

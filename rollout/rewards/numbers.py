@@ -133,9 +133,9 @@ def _expressions(text: str) -> Iterator[list[Fraction | None]]:
             continue
         value = _value(match)
         if value is not None and (match["plain"] or match["grouped"]):
-            if over := _OVER.match(text, at):
-                at = over.end()
-                by = _read(over["by"])
+            if fraction := _OVER.match(text, at):
+                at = fraction.end()
+                by = _read(fraction["by"])
                 value = value / by if by else None
             elif power := _POWER.match(text, at):
                 at = power.end()
@@ -181,9 +181,9 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return _read(match["plain"]) if match["plain"] else None
 
 
-def _mixed(whole: str | None, above: str, below: str) -> Fraction | None:
-    first, other, rest = (_read(re.sub(r"[{,}\s]", "", digits)) for digits in (whole or "0", above, below))
-    return first + other / rest if first is not None and other is not None and rest else None
+def _mixed(integer: str | None, above: str, below: str) -> Fraction | None:
+    first, other, lower = (_read(re.sub(r"[{,}\s]", "", digits)) for digits in (integer or "0", above, below))
+    return first + other / lower if first is not None and other is not None and lower else None
 
 
 def _read(digits: str) -> Fraction | None:
@@ -198,6 +198,6 @@ def _sign(text: str, begin: int) -> int:
     before = near.rstrip("$€£¥₹\\")
     if before.endswith(tuple(_MINUS)):
         return 1 if re.search(r"[\w)\]}%]$", before[:-1]) else -1
-    apart = near.rstrip().removesuffix("}")  # of TeX's {-}
-    is_first = apart.endswith(tuple(_MINUS)) and _BEFORE_SIGN.search(apart[:-1])
+    bare = near.rstrip().removesuffix("}")  # of TeX's {-}
+    is_first = bare.endswith(tuple(_MINUS)) and _BEFORE_SIGN.search(bare[:-1])
     return -1 if is_first else 1

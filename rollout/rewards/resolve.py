@@ -99,9 +99,9 @@ def _refuse_unknown(name: str) -> None:
         )
     elif "." in name:
         near = [":".join(name.rsplit(".", 1))]
-    meant, there = f"did you mean {near[0]}? There" if near else "there", ", ".join([*known, CODE])
+    guess, known_names = f"did you mean {near[0]}? There" if near else "there", ", ".join([*known, CODE])
     raise RewardSettingError(
-        f"reward {name!r}: {meant} is {there}, or give module:function or file.py:function"
+        f"reward {name!r}: {guess} is {known_names}, or give module:function or file.py:function"
     )
 
 
@@ -118,8 +118,8 @@ def weights_by_title(text: str) -> dict[str, float] | None:
         return None
     is_ours = [part.name.startswith(SERVED) or is_code(part.name) for part in parts]
     titles = [
-        _checking(part.name).title if ours else title_of(part.name)
-        for part, ours in zip(parts, is_ours, strict=True)
+        _checking(part.name).title if is_our_part else title_of(part.name)
+        for part, is_our_part in zip(parts, is_ours, strict=True)
     ]
     return {
         title: 1.0 if part.weight is None else part.weight for title, part in zip(titles, parts, strict=True)

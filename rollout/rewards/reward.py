@@ -44,9 +44,9 @@ class Reward:
         self.name, self.title = name, title_of(name)
         self.code = code_of(name, function)
         if isinstance(function, (ServedReward, CodeReward)):
-            behind = f"{code_of('', function).digest} {function.digest}"
+            digests = f"{code_of('', function).digest} {function.digest}"
             self.title = function.title
-            self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
+            self.code = Code(name, hashlib.sha256(digests.encode()).hexdigest()[:16])
         self._function = function
         self.is_instant = not is_async(function)
         """Whether nothing is waited for: the function runs in the event loop."""
@@ -92,8 +92,8 @@ class WeightedRewards(Reward):
         self.name = self.title = name
         self._parts = parts
         self.is_instant = all(reward.is_instant for reward, _ in parts)
-        behind = "".join(f"{reward.name}={weight!r} {reward.code.digest}\n" for reward, weight in parts)
-        self.code = Code(name, hashlib.sha256(behind.encode()).hexdigest()[:16])
+        digests = "".join(f"{reward.name}={weight!r} {reward.code.digest}\n" for reward, weight in parts)
+        self.code = Code(name, hashlib.sha256(digests.encode()).hexdigest()[:16])
 
     def sources(self) -> dict[str, tuple[str, str]]:
         """Return file and text of the modules behind all parts, by module."""

@@ -100,16 +100,16 @@ def _check_text(tokens: Sequence[str], sample: Sample) -> None:
     Spaces do not count: some tokenizers drop them from a token that stands alone. The teacher's text may have
     more in between: special tokens, which the sample's text leaves out.
     """
-    theirs, ours = ("".join(text.split()) for text in ("".join(tokens), sample.text))
-    rest = iter(theirs)
+    read_text, sample_text = ("".join(text.split()) for text in ("".join(tokens), sample.text))
+    remaining = iter(read_text)
     if (
         sample.turns
-        or _REPLACED in theirs
-        or not ours.isascii()
-        or all(character in rest for character in ours)
+        or _REPLACED in read_text
+        or not sample_text.isascii()
+        or all(character in remaining for character in sample_text)
     ):
         return
     raise ValueError(
-        f"the teacher reads the tokens of {ours:.{_EXCERPT}} as {theirs:.{_EXCERPT}}; a teacher needs the "
-        "tokenizer of the policy"
+        f"the teacher reads the tokens of {sample_text:.{_EXCERPT}} as {read_text:.{_EXCERPT}}; a teacher "
+        "needs the tokenizer of the policy"
     )

@@ -98,12 +98,12 @@ def _new_root(job: dict[str, Any]) -> None:
     os.umask(0o022)  # a node keeps its files to itself, and the code is another user
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("tmpfs", ROOT, "tmpfs", _NOSUID | _NODEV, f"size={job['disk_bytes']},nr_inodes=10000,mode=755")
-    seen: list[str] = []
+    bound: list[str] = []
     for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *job["readable"]):
         inside = ROOT + path
-        if any(path == above or path.startswith(above + "/") for above in seen) or not os.path.isdir(path):
+        if any(path == above or path.startswith(above + "/") for above in bound) or not os.path.isdir(path):
             continue
-        seen.append(path)
+        bound.append(path)
         if os.path.islink(path) and path.count("/") == 1:
             os.symlink(os.readlink(path), inside)
             continue

@@ -155,16 +155,16 @@ class Peer:
     def _read(self, written: Any) -> Any:
         if not isinstance(written, dict):
             return written
-        ((name, held),) = written.items()
+        ((name, content),) = written.items()
         if name == "mine":
-            return JailedObject(self, held)
+            return JailedObject(self, content)
         if name == "yours":
-            return self._given[held]
+            return self._given[content]
         if name == "complex":
-            return complex(*held)
+            return complex(*content)
         if name == "dict":
-            return {self._read(key): self._read(item) for key, item in held}
-        return _SEQUENCES[name](self._read(item) for item in held)
+            return {self._read(key): self._read(item) for key, item in content}
+        return _SEQUENCES[name](self._read(item) for item in content)
 
 
 def _call(target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -50,8 +50,8 @@ def listing(directory: Path) -> list[str]:
 
 def named_like(path: Path) -> str:
     """Return `; did you mean FILE?` with what is beside `path` and is spelled most like it, else nothing."""
-    beside = listing(path.parent) if is_directory(path.parent) else []
-    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    neighbours = listing(path.parent) if is_directory(path.parent) else []
+    near = difflib.get_close_matches(path.name, neighbours, n=1, cutoff=0.8)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 

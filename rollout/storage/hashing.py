@@ -13,7 +13,7 @@ from rollout.environment_variables import cores
 from rollout.storage.files import file_names, operations
 from rollout.storage.retry import retry
 
-Moved = Callable[[int], object]
+CountBytes = Callable[[int], object]
 """A function that is told how many bytes more were read or written."""
 CHUNK_BYTES = 1 << 23
 
@@ -48,8 +48,8 @@ def pieces(path: Path, begin: int = 0, end: int | None = None) -> Iterator[bytes
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY)
         try:
-            left = CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - begin)
-            return os.pread(descriptor, left, begin)
+            size = CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - begin)
+            return os.pread(descriptor, size, begin)
         except OSError:
             close()  # a stale handle stays stale
             raise
@@ -69,13 +69,13 @@ def pieces(path: Path, begin: int = 0, end: int | None = None) -> Iterator[bytes
         close()
 
 
-def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
-    """Return the size and the sha256 of a file; `moved` gets the size of each piece that was read."""
+def file_facts(path: Path, count_bytes: CountBytes = unheard) -> FileFacts:
+    """Return the size and the sha256 of a file; `count_bytes` gets the size of each piece that was read."""
     digest, size = hashlib.sha256(), 0
     for piece in pieces(path):
         digest.update(piece)
         size += len(piece)
-        moved(len(piece))
+        count_bytes(len(piece))
     return {"sha256": digest.hexdigest(), "bytes": size}
 
 

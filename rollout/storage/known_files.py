@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.storage import files, hashing
-from rollout.storage.hashing import FileFacts, Moved, unheard
+from rollout.storage.hashing import CountBytes, FileFacts, unheard
 from rollout.storage.retry import retry
 
 SETTLED_S = 2.0
@@ -27,8 +27,8 @@ MOST = 4096
 """Files that are remembered; then the older half is forgotten."""
 
 
-def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
-    """Return the size and the sha256 of a file, read only if it is not known; `moved` as in
+def file_facts(path: Path, count_bytes: CountBytes = unheard) -> FileFacts:
+    """Return the size and the sha256 of a file, read only if it is not known; `count_bytes` as in
     hashing.file_facts.
     """
     path = path.absolute()
@@ -38,7 +38,7 @@ def file_facts(path: Path, moved: Moved = unheard) -> FileFacts:
     if isinstance(known, dict) and known.get("mark") == mark:
         return {"sha256": known["sha256"], "bytes": known["bytes"]}
     began_s = time.time()
-    facts = hashing.file_facts(path, moved)
+    facts = hashing.file_facts(path, count_bytes)
     if place and _mark(path) == mark and began_s - max(mark[-2:]) / 1e9 >= SETTLED_S:
         _remember(place, {"mark": mark, **facts})
     return facts
@@ -88,7 +88,7 @@ def _remember(place: Path, known: dict[str, Any]) -> None:
         temp = files.temporary_name(place)
         temp.write_text(json.dumps(known))
         temp.replace(place)
-        there = list(place.parent.iterdir())
-        if len(there) > MOST:
-            for old in sorted(there, key=lambda path: path.stat().st_mtime_ns)[: MOST // 2]:
+        entries = list(place.parent.iterdir())
+        if len(entries) > MOST:
+            for old in sorted(entries, key=lambda path: path.stat().st_mtime_ns)[: MOST // 2]:
                 old.unlink(missing_ok=True)

@@ -19,11 +19,11 @@ def append_line(path: Path, line: str) -> None:
         with open(path, "ab+", buffering=0) as file:  # a buffer would be written again by close
             file.seek(max(0, file.tell() - len(data)))
             end = file.read()
-            left = data if not end or end.endswith(b"\n") else b"\n" + data
+            unwritten = data if not end or end.endswith(b"\n") else b"\n" + data
             if attempts > 1 and end == data:  # the attempt before has written it, and only reported a failure
-                left = b""
-            while left:
-                left = left[file.write(left) :]
+                unwritten = b""
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
             os.fsync(file.fileno())
 
     retry("append to", path, append, path.parent, PASSING_AFTER_MKDIR)

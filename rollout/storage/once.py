@@ -112,7 +112,7 @@ def _forget_claims(path: Path) -> None:
 
 def _link(path: Path, data: bytes) -> bool:
     """Link `data` to `path` if nothing is there; False if the filesystem has no hard links."""
-    for left in reversed(range(TIMES)):
+    for further_tries in reversed(range(TIMES)):
         temp = files.write_temporary(path, data)
         files.operations["link"] += 1
         try:
@@ -122,7 +122,7 @@ def _link(path: Path, data: bytes) -> bool:
             break  # maybe made by a call whose reply was lost: reading it back tells
         except FileNotFoundError:
             # This process was suspended, and a newer one took its temporary file for a dead one's.
-            if not left:
+            if not further_tries:
                 raise
         except SharedFsError as error:
             if error.errno not in NO_LINKS:
@@ -144,13 +144,13 @@ def _agree(path: Path, data: bytes) -> bytes:
         if not is_mine:
             _wait_for(verdict)
         if _is_taken(verdict, is_mine):
-            taken = retry("read", claim, partial(_unsealed, claim), claim)
+            claimed = retry("read", claim, partial(_unsealed, claim), claim)
             if not is_mine:
                 _wait_for(path)
             content = _settled(path)
             if content is None or _is_torn(content):
-                files.publish(path, taken)
-                return taken
+                files.publish(path, claimed)
+                return claimed
             return content
     raise SharedFsError("create", path, OSError(errno.EIO, "no claim is taken"), ROUNDS * TORN_S)
 

@@ -61,8 +61,8 @@ class SharedFsError(OSError):
             errno.EROFS: "; it is mounted read-only",
         }.get(error.errno or 0, "")
         free = _free_space(path) if error.errno in FULL else ""
-        tried = f" (tried for {tried_s:.1f} s)" if tried_s > 0.1 else ""
-        super().__init__(error.errno, f"cannot {verb} {path}: {error.strerror}{tried}{free}{hint}")
+        duration = f" (tried for {tried_s:.1f} s)" if tried_s > 0.1 else ""
+        super().__init__(error.errno, f"cannot {verb} {path}: {error.strerror}{duration}{free}{hint}")
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -156,8 +156,8 @@ def _retry(
                 continue
             denied = isinstance(error, FileNotFoundError) and needs is not None and is_listed(_end_of(needs))
             limit_s = CACHED_S if denied or isinstance(error, FileExistsError) else RETRY_S
-            over = tried_s > limit_s and attempts <= 0
-            if not (denied or error.errno in passing) or over:
+            is_over = tried_s > limit_s and attempts <= 0
+            if not (denied or error.errno in passing) or is_over:
                 if isinstance(error, FileNotFoundError | FileExistsError) and error.errno not in passing:
                     raise
                 if isinstance(error, SharedFsError):  # of a call within this one, with all there is to say

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from rollout.storage import files, hashing
-from rollout.storage.hashing import CHUNK_BYTES, FileFacts, Moved
+from rollout.storage.hashing import CHUNK_BYTES, CountBytes, FileFacts
 from rollout.storage.once import NO_LINKS
 from rollout.storage.retry import PASSING_AFTER_MKDIR, PATIENT_ATTEMPTS, SharedFsError, retry
 
@@ -34,10 +34,10 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 class FileSink:
     """Takes the bytes of one file, in order, and hashes them."""
 
-    def __init__(self, file: IO[bytes], moved: Moved, durable: bool = False) -> None:
-        """`moved` is called with the size of each piece once it is written. `durable`: it will be synced."""
+    def __init__(self, file: IO[bytes], count_bytes: CountBytes, durable: bool = False) -> None:
+        """`count_bytes` gets the size of each piece once it is written. `durable`: it will be synced."""
         self._file = file
-        self._moved = moved
+        self._count_bytes = count_bytes
         self._hash = hashlib.sha256()
         self._bytes = 0
         self._durable = durable
@@ -51,7 +51,7 @@ class FileSink:
             self._file.write(piece)
             self._hash.update(piece)
             self._bytes += len(piece)
-            self._moved(len(piece))
+            self._count_bytes(len(piece))
             if self._durable and self._bytes - self._begun >= WRITEBACK_BYTES:
                 self._begin_to_write()
 
@@ -82,12 +82,12 @@ class Writer:
         facts = writer.finish()
     """
 
-    def __init__(self, root: Path, moved: Moved = hashing.unheard, durable: bool = True) -> None:
-        """Files are named by their paths below `root`. `moved`, called in any thread, gets the size of each
-        piece that was written. Without `durable` nothing is synced.
+    def __init__(self, root: Path, count_bytes: CountBytes = hashing.unheard, durable: bool = True) -> None:
+        """Files are named by their paths below `root`. `count_bytes`, called in any thread, gets the size of
+        each piece that was written. Without `durable` nothing is synced.
         """
         self._root = root
-        self._moved = moved
+        self._count_bytes = count_bytes
         self._durable = durable
         self._pool = ThreadPoolExecutor(THREADS, "writer")
         self._written: dict[str, Future[FileFacts]] = {}
@@ -105,11 +105,13 @@ class Writer:
         """Begin to write a file. What `content` reads must stay as it is until `finish` has returned."""
         context = copy_context()  # which may say that a full disk is waited for
         path = self._root / name
-        self._written[name] = self._pool.submit(context.run, write, path, content, self._moved, self._durable)
+        self._written[name] = self._pool.submit(
+            context.run, write, path, content, self._count_bytes, self._durable
+        )
 
     def link(self, name: str, source: Path, facts: FileFacts) -> None:
         """Begin to link a file to `source`, which has these facts; where that cannot be, it is copied."""
-        task = (copy_context().run, link, source, self._root / name, facts, self._moved, self._durable)
+        task = (copy_context().run, link, source, self._root / name, facts, self._count_bytes, self._durable)
         self._written[name] = self._pool.submit(*task)
 
     def add_folder(self, name: str) -> None:
@@ -131,7 +133,7 @@ class Writer:
 
 
 def write(
-    path: Path, content: bytes | Produce, moved: Moved = hashing.unheard, durable: bool = True
+    path: Path, content: bytes | Produce, count_bytes: CountBytes = hashing.unheard, durable: bool = True
 ) -> FileFacts:
     """Make `path` a file with this content; returns its size and sha256.
 
@@ -145,7 +147,7 @@ def write(
         try:
             # Without O_EXCL: Python repeats a call after EINTR, and the first one may have created the file.
             with os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, files.MODE), "wb") as file:
-                sink = FileSink(file, moved, durable)
+                sink = FileSink(file, count_bytes, durable)
                 if isinstance(content, bytes):
                     sink.write(content)
                 else:
@@ -168,7 +170,11 @@ def write(
 
 
 def link(
-    source: Path, path: Path, facts: FileFacts, moved: Moved = hashing.unheard, durable: bool = True
+    source: Path,
+    path: Path,
+    facts: FileFacts,
+    count_bytes: CountBytes = hashing.unheard,
+    durable: bool = True,
 ) -> FileFacts:
     """Make `path`, where nothing is, a hard link to the durable `source`, or a copy where there can be none.
 
@@ -184,7 +190,7 @@ def link(
     except SharedFsError as error:
         if error.errno not in NO_LINKS:
             raise
-    if write(path, copy_of(source), moved, durable) != facts:
+    if write(path, copy_of(source), count_bytes, durable) != facts:
         files.drop(path)
         raise OSError(errno.EIO, f"{source} was read otherwise than before")
     return facts

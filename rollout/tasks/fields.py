@@ -59,8 +59,8 @@ def task_of(
         if name in task and (expected := check(task[name])):
             hint = ""
             if name in ("prompt", "messages") and not isinstance(task[name], (list, str)):
-                there = ", ".join(map(str, row.fields))
-                hint = f"; name another column, columns.{name}=COLUMN (there is {there})"
+                column_names = ", ".join(map(str, row.fields))
+                hint = f"; name another column, columns.{name}=COLUMN (there is {column_names})"
             raise ValueError(f"{_named(name, columns)} must be {expected}, got {_kind(task[name])}{hint}")
     with contextlib.suppress(ValueError):  # other tools are those of an environment that knows them
         task |= {"tools": checked_tools(task["tools"])} if "tools" in task else {}
@@ -177,9 +177,9 @@ def _take_conversation(task: dict[str, Any], columns: Mapping[str, str]) -> None
         task["messages"] = task.pop("prompt")
     elif "messages" not in task and all(isinstance(answer, list) for answer in answers):
         first, other = cast("list[list[Any]]", answers)
-        both = first[: same_beginning(first, other)]
-        if both or "prompt" not in task:
-            task["messages"] = both
+        common = first[: same_beginning(first, other)]
+        if common or "prompt" not in task:
+            task["messages"] = common
     if "prompt" in task and "messages" in task:
         question = next(
             (message["content"] for message in task["messages"] if message.get("role") == "user"), None
@@ -207,25 +207,25 @@ def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str,
         try:
             values[field] = _column(fields, column)
         except KeyError:
-            there = ", ".join(_names(fields))
+            column_names = ", ".join(_names(fields))
             raise ValueError(
-                f"nothing in the column {column!r} (columns.{field}); there is {there or 'none'}"
+                f"nothing in the column {column!r} (columns.{field}); there is {column_names or 'none'}"
             ) from None
-    others = {
+    other_fields = {
         name: value for name, value in fields.items() if name not in columns and name not in columns.values()
     }
-    return {**others, **values}
+    return {**other_fields, **values}
 
 
 def _column(fields: Mapping[str, Any], column: str) -> Any:
     """Return the value of a column, or of `COLUMN.FIELD` within one; KeyError if nothing has this name."""
     if column in fields:
         return fields[column]
-    first, dot, rest = column.partition(".")
+    first, dot, inner = column.partition(".")
     inside = fields.get(first)
     if not dot or not isinstance(inside, dict):
         raise KeyError(column)
-    return _column(cast("dict[str, Any]", inside), rest)
+    return _column(cast("dict[str, Any]", inside), inner)
 
 
 def _names(fields: Mapping[str, Any]) -> list[str]:
@@ -240,17 +240,17 @@ def _names(fields: Mapping[str, Any]) -> list[str]:
 def name_of_answer(task: Mapping[str, Any], field: str = "answer") -> str:
     """Return how to name the column of the answer, or of another field, for people; `task` has none."""
     shown = ("id", "prompt", "messages", "tools", ANSWER)
-    there = _names({name: value for name, value in task.items() if name not in shown})
-    likely = [name for name in there if name.rpartition(".")[2] in _ANSWERS]
+    names = _names({name: value for name, value in task.items() if name not in shown})
+    likely = [name for name in names if name.rpartition(".")[2] in _ANSWERS]
     example = (likely or ["COLUMN"])[0]
-    return f"name its column, e.g. columns.{field}={example} (there is {', '.join(there) or 'none'})"
+    return f"name its column, e.g. columns.{field}={example} (there is {', '.join(names) or 'none'})"
 
 
 def _hint(task: Mapping[str, Any]) -> str:
-    there = ", ".join(map(str, task))
+    names = ", ".join(map(str, task))
     lists = [name for name, value in task.items() if isinstance(value, list)]
     example = f"columns.messages={lists[0]}" if lists else "columns.prompt=COLUMN"
-    return f"; name its column, e.g. {example} (there is {there})" if there else ""
+    return f"; name its column, e.g. {example} (there is {names})" if names else ""
 
 
 def _named(field: str, columns: Mapping[str, str]) -> str:

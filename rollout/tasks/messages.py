@@ -186,10 +186,10 @@ def _without_nulls(schema: Any) -> Any:
         return [_without_nulls(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {
+    without_nulls = {
         name: value for name, value in schema.items() if value is not None or name in ("default", "const")
     }
-    return {name: _without_nulls(value) for name, value in kept.items()}
+    return {name: _without_nulls(value) for name, value in without_nulls.items()}
 
 
 def messages_of_text(text: str) -> list[Any] | None:

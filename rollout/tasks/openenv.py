@@ -97,8 +97,8 @@ def schema_at(name: str) -> dict[str, Any]:
         return await asyncio.gather(*(schema_of(url, SCHEMA_TIMEOUT_S) for url in urls))
 
     urls = urls_of(name)
-    first, *others = asyncio.run(ask())
-    for url, other in zip(urls[1:], others, strict=True):
+    first, *other_schemas = asyncio.run(ask())
+    for url, other in zip(urls[1:], other_schemas, strict=True):
         if other != first:
             raise ServerFault(f"{url} has other actions or observations than {urls[0]}; give copies of one")
     return first
@@ -154,10 +154,10 @@ def _chosen(role: str, fields: Mapping[str, Any], chosen: str | None) -> str:
     if chosen in texts:
         return chosen
     wrong = f"{role}={chosen}: " if chosen else ""
-    others = [name for name in fields if name not in texts]
+    no_texts = [name for name in fields if name not in texts]
     raise ValueError(
-        f"{wrong}its {role} has the texts {', '.join(texts) or '(none)'}, and {', '.join(others)}; give one "
-        f"of the texts, as {role}=FIELD"
+        f"{wrong}its {role} has the texts {', '.join(texts) or '(none)'}, and {', '.join(no_texts)}; give "
+        f"one of the texts, as {role}=FIELD"
     )
 
 

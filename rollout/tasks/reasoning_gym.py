@@ -42,11 +42,11 @@ def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[
             raise ValueError(f"{name} is named twice; name every data set once")
         system, items = _generated(name, json.dumps(config, sort_keys=True))
         before = len(tasks)
-        seen: set[str] = set()
+        questions: set[str] = set()
         for index, (question, answer) in enumerate(items):
-            if question in seen or _is_held_out(question) != (split == "eval"):
+            if question in questions or _is_held_out(question) != (split == "eval"):
                 continue
-            seen.add(question)
+            questions.add(question)
             tasks.append(_task(name, config, index, question, answer, system))
         if len(tasks) == before:
             raise ValueError(

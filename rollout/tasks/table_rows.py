@@ -82,10 +82,10 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) ->
             if not number:
                 _warn_of_left_out(file, [field for field in batch.schema if field.name != images])
                 _warn_of_classes(file, batch.schema)
-            kept = [field.name for field in batch.schema if field.name == images or _is_json(field.type)]
-            kinds = {name: batch.schema.field(name).type for name in kept}
+            columns = [field.name for field in batch.schema if field.name == images or _is_json(field.type)]
+            kinds = {name: batch.schema.field(name).type for name in columns}
             for begin in range(0, batch.num_rows, _BATCH):
-                for values in batch.select(kept).slice(begin, _BATCH).to_pylist():
+                for values in batch.select(columns).slice(begin, _BATCH).to_pylist():
                     number += 1
                     shown = {} if values.get(images) is None else {images: values.pop(images)}
                     yield TaskRow(file, number, {**_fields(values, kinds), **shown})
@@ -98,8 +98,10 @@ def _of_batches(file: str, batches: Callable[[], Iterable[Any]], images: str) ->
 
 def _warn_of_left_out(file: str, schema: Iterable[Any]) -> None:
     """Say which columns are no part of the tasks."""
-    if left := [text for field in schema for text in _left_out(field.name, field.type)]:
-        log.warning("%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left))
+    if left_out := [text for field in schema for text in _left_out(field.name, field.type)]:
+        log.warning(
+            "%s: JSON has no such values, so these columns are left out: %s", file, ", ".join(left_out)
+        )
 
 
 def _warn_of_classes(file: str, schema: Any) -> None:

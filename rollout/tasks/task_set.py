@@ -86,13 +86,13 @@ class TaskSet:
 
     def without(self, dropped: Collection[int]) -> "TaskSet":
         """Return the set without the tasks of these indices."""
-        kept = [index for index in range(len(self.tasks)) if index not in dropped]
-        tasks, digest = SomeTasks(self.tasks, kept), hashlib.sha256()
+        indices = [index for index in range(len(self.tasks)) if index not in dropped]
+        tasks, digest = SomeTasks(self.tasks, indices), hashlib.sha256()
         for task in tasks:
             digest.update(_canonical(task))
         places = None if self.places is None else Places()
         if self.places is not None and places is not None:
-            for index in kept:
+            for index in indices:
                 places.add(self.places.file(index), self.places.numbers[index])
         return TaskSet(tasks, digest.hexdigest(), self.source, places, pictures=self.pictures)
 

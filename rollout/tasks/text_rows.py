@@ -18,11 +18,11 @@ _LONGEST_CELL = 2**31 - 1
 
 def _lines(file: str) -> Iterator[bytes]:
     """Yield the lines of a file, without the line feed."""
-    rest = b""
+    partial_line = b""
     for piece in hashing.pieces(Path(file)):
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from whole
-    yield rest
+        *lines, partial_line = (partial_line + piece).split(b"\n")
+        yield from lines
+    yield partial_line
 
 
 def read_json(file: str, _images: str) -> Iterator[TaskRow]:
@@ -78,8 +78,8 @@ def _document(file: str, first: bytes) -> list[Any] | None:
         if first[:1] not in (b"[", b"{"):
             return None
     try:
-        whole = b"".join(hashing.pieces(Path(file))).removeprefix(_BOM)
-        content = json.loads(whole, parse_constant=_no_constant, object_pairs_hook=_once)
+        data = b"".join(hashing.pieces(Path(file))).removeprefix(_BOM)
+        content = json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None
     except ValueError as error:
@@ -103,9 +103,9 @@ def _document(file: str, first: bytes) -> list[Any] | None:
     }
     if len(lists) == 1:
         return next(iter(lists.values()))
-    there = f"rows in each of {', '.join(lists)}" if lists else "no rows"
+    content_text = f"rows in each of {', '.join(lists)}" if lists else "no rows"
     raise RowError(
-        f"{file}: is one JSON object, with {there}; write one JSON object a line, or an array of them"
+        f"{file}: is one JSON object, with {content_text}; write one JSON object a line, or an array of them"
     )
 
 

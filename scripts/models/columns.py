@@ -39,9 +39,8 @@ def rows(directory: Path) -> str:
     learner = _learner(directory, TrainerSettings(share_prompts=False))
     packing = learner.arrangement.packing
     error = _error(learner, _batch(directory), packing)
-    return f"{learner.arrangement.apart.value if packing.several else 'alone'}, {_small(error)}".removesuffix(
-        ", 0"
-    )
+    rows = learner.arrangement.separation.value if packing.several else "alone"
+    return f"{rows}, {_small(error)}".removesuffix(", 0")
 
 
 def shared_prompts(directory: Path) -> str:

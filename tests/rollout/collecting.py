@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.collect import Collector
+from rollout.collect import GroupCollector
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
@@ -34,9 +34,9 @@ async def collect(
     **made_with: Any,
 ) -> int:
     """Make groups of `slots` until `needed` of them count (default: one for each slot), or until no slot is
-    left; see `Collector`. Whatever ends it, nothing of it goes on.
+    left; see `GroupCollector`. Whatever ends it, nothing of it goes on.
     """
-    collector = Collector(**with_recipes(made_with))
+    collector = GroupCollector(**with_recipes(made_with))
     try:
         return await collector.run(ListedSlots(slots, needed), on_group, stop)
     finally:

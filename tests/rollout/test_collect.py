@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.collect import AllGivenUp, Collector, Stopped
+from rollout.collect import AllGivenUp, GroupCollector, Stopped
 from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.client import EngineClient
 from rollout.engines.completion import Completion
@@ -145,7 +145,7 @@ def test_group_that_is_given_up_is_handed_over_once_however_often_the_collector_
 
     async def main() -> None:
         recipes = {"": Recipe(picky, EXACT, Sampling(n=4))}
-        collector = Collector(client=FakeClient(), recipes=recipes, settings=RolloutSettings())
+        collector = GroupCollector(client=FakeClient(), recipes=recipes, settings=RolloutSettings())
         for slot in slots(2):
             await collector.run(ListedSlots([slot]), groups.append, threading.Event())
         await collector.end()

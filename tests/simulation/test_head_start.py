@@ -54,7 +54,7 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
         async def begun(collector: CollectorProcess, order: Order) -> Any:
             result = await begin(collector, order)
             assert collector._making is not None
-            finished[order.iteration] += len(collector._making.collector._finished.held)
+            finished[order.iteration] += len(collector._making.collector._finished.to_hand_over)
             return result
 
         patched.setattr("coordinator.phases.rollout.collect_share", collect)

@@ -113,12 +113,12 @@ def turn_advantages(
     returns = [_returns(of_turns, discount) for of_turns in rewards]
     advantages = [np.zeros_like(values) for values in returns]
     for k in range(max(map(len, returns), default=0)):
-        there = [s for s, values in enumerate(returns) if len(values) > k]
-        if k and len(there) == 1:
-            advantages[there[0]][k] = advantages[there[0]][0]
+        long_enough = [s for s, values in enumerate(returns) if len(values) > k]
+        if k and len(long_enough) == 1:
+            advantages[long_enough[0]][k] = advantages[long_enough[0]][0]
             continue
-        compared = group_advantages([returns[s][k] for s in there], kind, keep_flat=True)
-        for s, advantage in zip(there, () if compared is None else compared, strict=True):
+        compared = group_advantages([returns[s][k] for s in long_enough], kind, keep_flat=True)
+        for s, advantage in zip(long_enough, () if compared is None else compared, strict=True):
             advantages[s][k] = advantage
     return advantages
 
@@ -143,11 +143,13 @@ def state_advantages(
         for k, name in enumerate(names):
             if name is not None:
                 places.setdefault(name, []).append((s, k))
-    whole = np.asarray(of_samples, dtype=np.float64)
-    advantages = [np.full_like(turns, of_sample) for turns, of_sample in zip(returns, whole, strict=True)]
-    for there in places.values():
-        compared = group_advantages([returns[s][k] for s, k in there], kind, keep_flat=True)
-        for (s, k), advantage in zip(there, () if compared is None else compared, strict=True):
+    per_sample = np.asarray(of_samples, dtype=np.float64)
+    advantages = [
+        np.full_like(turns, of_sample) for turns, of_sample in zip(returns, per_sample, strict=True)
+    ]
+    for places_of_state in places.values():
+        compared = group_advantages([returns[s][k] for s, k in places_of_state], kind, keep_flat=True)
+        for (s, k), advantage in zip(places_of_state, () if compared is None else compared, strict=True):
             advantages[s][k] += weight * advantage
     return advantages
 

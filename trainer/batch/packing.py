@@ -131,7 +131,7 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, several: bool = True) -> 
         width = lengths[waiting[0]]
         rows: list[list[int]] = []
         roomiest: list[tuple[int, int]] = []  # heap of (-free tokens, row)
-        left = []
+        still_waiting = []
         for k in waiting:
             if several and roomiest and -roomiest[0][0] >= lengths[k]:
                 free, row = heapq.heappop(roomiest)
@@ -141,9 +141,9 @@ def pack_rows(lengths: Sequence[int], max_tokens: int, several: bool = True) -> 
                 heapq.heappush(roomiest, (lengths[k] - width, len(rows)))
                 rows.append([k])
             else:
-                left.append(k)
+                still_waiting.append(k)
         microbatches.append(rows)
-        waiting = left
+        waiting = still_waiting
     return microbatches
 
 
@@ -165,8 +165,8 @@ def plan_step(
         for packed in [pack_rows([item.tokens for item in share], max_tokens, packing.several)]
     ]
     count = max(len(plan) for plan in plans)
-    mine = plans[rank]
-    return [fill(batch, mine[k] if k < len(mine) else []) for k in range(count)]
+    own_rows = plans[rank]
+    return [fill(batch, own_rows[k] if k < len(own_rows) else []) for k in range(count)]
 
 
 def deal(
@@ -215,12 +215,12 @@ def bundle(batch: Batch, step: range, pairs_per_token: float, max_tokens: float)
         prompt = batch.token_ids[begin : begin + prompts[k]].tobytes()
         if batch.pictures:  # of two pictures the tokens are the same
             prompt += repr([shown for shown in batch.pictures[k] if shown.begin < prompts[k]]).encode()
-        mine = latest.setdefault(prompt, alone)
-        together = mine.tokens + tokens[k] - prompts[k]
-        costs_apart = cost(mine.tokens, mine.shared > 0) + cost(tokens[k], several=False)
-        if mine is not alone and together <= max_tokens and cost(together, several=True) < costs_apart:
-            mine.sequences.append(k)
-            mine.tokens, mine.shared = together, prompts[k]
+        filling = latest.setdefault(prompt, alone)
+        together = filling.tokens + tokens[k] - prompts[k]
+        costs_apart = cost(filling.tokens, filling.shared > 0) + cost(tokens[k], several=False)
+        if filling is not alone and together <= max_tokens and cost(together, several=True) < costs_apart:
+            filling.sequences.append(k)
+            filling.tokens, filling.shared = together, prompts[k]
             bundles.pop()
         else:
             latest[prompt] = alone

@@ -121,8 +121,8 @@ def _lesson(
     # What is whitened has an advantage, and a KL term or an entropy bonus teaches without one.
     has_gradient = not is_flat or settings.advantage == "whitened" or settings.teaches_flat_groups
     lesson: list[SelectedSample] = []
-    for number, ((whole, reward), advantage) in enumerate(zip(scored, advantages.tolist(), strict=True)):
-        sample = whole if oldest is None else _since(whole, oldest)
+    for number, ((entire, reward), advantage) in enumerate(zip(scored, advantages.tolist(), strict=True)):
+        sample = entire if oldest is None else _since(entire, oldest)
         trained = _is_trained(sample, reward, settings)
         if trained or settings.keep_flat_groups:
             tokens = int(sample.loss_mask.sum()) if trained else 0

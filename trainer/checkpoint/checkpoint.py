@@ -127,10 +127,11 @@ def _checksums_of_weights(base_dir: Path, progress: Progress) -> dict[str, FileF
     rank, _ = rank_and_world()
     local_rank, ranks = local_rank_and_world()
     names = weight_files(base_dir)
-    mine = {
-        name: known_files.file_facts(base_dir / name, progress.moved) for name in names[local_rank::ranks]
+    checksums = {
+        name: known_files.file_facts(base_dir / name, progress.count_bytes)
+        for name in names[local_rank::ranks]
     }
-    shares = gather_json(mine, f"reading {base_dir}")
+    shares = gather_json(checksums, f"reading {base_dir}")
     first = rank - local_rank
     return {name: facts for share in shares[first : first + ranks] for name, facts in share.items()}
 
@@ -179,10 +180,10 @@ def write(
         raise CheckpointError(f"{staging_dir} is not there any more: a newer master has taken over")
     if lead and inside:
         files.make_directory(staging_dir / STATE_DIR)
-    with Writer(staging_dir, progress.moved) as writer, ExitStack() as stack:
+    with Writer(staging_dir, progress.count_bytes) as writer, ExitStack() as stack:
         copy = None
         if steps and request.ahead and request.copy_dir is not None:
-            copy = stack.enter_context(Writer(Path(request.copy_dir), progress.moved, durable=False))
+            copy = stack.enter_context(Writer(Path(request.copy_dir), progress.count_bytes, durable=False))
         weights = _write_parts(learner, Outputs(writer, copy), request, steps, probe)
         copy_files = finish_copy(copy) if steps and request.ahead else None
         if request.offload:  # the state is written from memory that is kept for it: fresh copies take long
@@ -289,12 +290,12 @@ def _write_model(
     if not outputs.keeps(0):
         return weights
     base_dir = Path(request.base_dir)
-    beside = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
+    companion_names = [name for name in _companions(base_dir) if name not in {"config.json", PROBE, CONTENT}]
     if not adapters:
         # Copied where there is one: transformers refuses to save some that it has loaded.
-        with_generation = "generation_config.json" not in beside
+        with_generation = "generation_config.json" not in companion_names
         hub_files.write_config(learner.model, outputs, dtype, with_generation)
-    for name in beside:
+    for name in companion_names:
         if not (adapters and name == ADAPTER_CONFIG):
             outputs.add(name, files.read(base_dir / name))
     return weights

@@ -53,7 +53,7 @@ def write_weights(
     """
     rank, _ = rank_and_world()
     model, parts = learner.model, _parts(learner, dtype)
-    held: dict[int, dict[str, Tensor]] = {}  # by the rank that owns the file
+    owned: dict[int, dict[str, Tensor]] = {}  # by the rank that owns the file
     sums: dict[str, int] = {}
     tensors = saved_tensors(model)
     device = learner.device if len(parts.blocks) > 1 else HOST  # else it is the whole model
@@ -62,17 +62,17 @@ def write_weights(
     for block in parts.owner:  # in one order on all ranks: a DTensor is gathered by all
         owner = parts.owner[block]
         keeps = outputs.keeps(owner)
-        mine = {name: tensors[name] for name in parts.blocks[block]}
-        whole = _whole(mine, learner.device, dtype, keeps, device)
-        reverted = _reverted(model, whole) if keeps else {}
+        block_tensors = {name: tensors[name] for name in parts.blocks[block]}
+        full_tensors = _whole(block_tensors, learner.device, dtype, keeps, device)
+        reverted = _reverted(model, full_tensors) if keeps else {}
         if owner == (rank if parts.ranks > 1 else 0):
             sums |= {
                 name: content_sum(value) for name, value in reverted.items() if value.is_floating_point()
             }
         if keeps:
-            held.setdefault(owner, {}).update({name: value.to("cpu") for name, value in reverted.items()})
-    for owner, mine in held.items():
-        outputs.add(_file_name(owner, parts), tensor_file(mine, METADATA), owner)
+            owned.setdefault(owner, {}).update({name: value.to("cpu") for name, value in reverted.items()})
+    for owner, block_tensors in owned.items():
+        outputs.add(_file_name(owner, parts), tensor_file(block_tensors, METADATA), owner)
     shares = gather_json(sums, "adding up the weights") if parts.ranks > 1 else [sums]
     if outputs.keeps(0):
         outputs.add(CONTENT, content_document({k: v for share in shares for k, v in share.items()}, dtype))
@@ -84,7 +84,7 @@ def write_weights(
         }
         index = {"metadata": {"total_size": parts.bytes}, "weight_map": weight_map}
         outputs.add("model.safetensors.index.json", _json(index))
-    return {_file_name(rank, parts): held[rank]} if rank in held and rank < parts.ranks else {}
+    return {_file_name(rank, parts): owned[rank]} if rank in owned and rank < parts.ranks else {}
 
 
 def _write_frozen(
@@ -95,15 +95,15 @@ def _write_frozen(
     """
     if learner.frozen_sums is None or learner.frozen_file is None:
         tensors = saved_tensors(learner.model)
-        held: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor] = {}
         for block in parts.frozen:
-            mine = {name: tensors[name] for name in parts.blocks[block]}
-            held |= _reverted(learner.model, _whole(mine, learner.device, dtype, keep=True))
+            block_tensors = {name: tensors[name] for name in parts.blocks[block]}
+            frozen |= _reverted(learner.model, _whole(block_tensors, learner.device, dtype, keep=True))
         learner.frozen_sums = {
-            name: content_sum(value) for name, value in held.items() if value.is_floating_point()
+            name: content_sum(value) for name, value in frozen.items() if value.is_floating_point()
         }
         if learner.frozen_file is None:
-            outputs.add(FROZEN, tensor_file(held, METADATA))
+            outputs.add(FROZEN, tensor_file(frozen, METADATA))
     if learner.frozen_file is not None:
         outputs.link(FROZEN, base_dir / FROZEN, learner.frozen_file)
     return learner.frozen_sums
@@ -180,12 +180,12 @@ def write_deltas(learner: Learner, writer: Writer, files: Mapping[str, Mapping[s
 def write_adapter(learner: Learner, outputs: Outputs, base: str, dtype: torch.dtype) -> None:
     """Write the adapters as peft does, for the model `base`: rank 0 alone, they are small. Collective."""
     rank, _ = rank_and_world()
-    whole = _whole(learner.parameters, learner.device, dtype, rank == 0)
+    full_tensors = _whole(learner.parameters, learner.device, dtype, rank == 0)
     if rank:
         return
     from trainer.model import lora  # peft takes a while to import
 
-    tensors, config = lora.saved_adapter(learner.model, whole, base)
+    tensors, config = lora.saved_adapter(learner.model, full_tensors, base)
     outputs.add(ADAPTER_WEIGHTS, tensor_file(tensors, METADATA))
     outputs.add(ADAPTER_CONFIG, _saved(config, ADAPTER_CONFIG))
 
@@ -237,13 +237,13 @@ def _blocks(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     for name in tensors:
         match = _BLOCK.match(name)
         blocks.setdefault(match[1] if match else name, []).append(name)
-    apart = {
+    separate = {
         name: tensor.shape
         for names in blocks.values()
         for name, tensor in _reverted(model, _meta(tensors, names)).items()
     }
     together = {name: tensor.shape for name, tensor in _reverted(model, _meta(tensors, tensors)).items()}
-    return blocks if apart == together else {"": list(tensors)}
+    return blocks if separate == together else {"": list(tensors)}
 
 
 def _meta(
@@ -279,15 +279,15 @@ def _whole(
 
     Collective for DTensors, which are put together on `device`, one by one.
     """
-    kept = {}
+    full_tensors = {}
     for name, tensor in tensors.items():
         if keep or isinstance(tensor, DTensor):
             value = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             if keep:
-                kept[name] = value.to(place)
-    return kept
+                full_tensors[name] = value.to(place)
+    return full_tensors
 
 
 def _file_name(rank: int, parts: _WriterShares) -> str:

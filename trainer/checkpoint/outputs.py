@@ -60,22 +60,22 @@ def finish_copy(copy: Writer | None) -> dict[str, FileFacts] | None:
     Collective. None: this node has none, or it differs from that of the first node that has one, as replicas
     on unlike GPUs may in their last bits; its engine then waits for the checkpoint.
     """
-    mine: dict[str, FileFacts] | None = None
+    copied: dict[str, FileFacts] | None = None
     if copy is not None:
         try:
-            mine = copy.finish()
+            copied = copy.finish()
         except OSError as error:
             copy.give_up()
             logger.warning("the engine of this node waits for the checkpoint: %s", error)
     rank, _ = rank_and_world()
     local_rank, _ = local_rank_and_world()
-    shares = gather_json({"node": rank - local_rank, "files": mine}, "copying the new policy to each node")
+    shares = gather_json({"node": rank - local_rank, "files": copied}, "copying the new policy to each node")
     copies = [_of_node(shares, node) for node in sorted({share["node"] for share in shares})]
-    here, first = _of_node(shares, rank - local_rank), next(filter(None, copies), None)
-    if here is not None and first is not None and here != first and not local_rank:
-        names = ", ".join(sorted(name for name in first if here.get(name) != first[name]))
+    files_here, first = _of_node(shares, rank - local_rank), next(filter(None, copies), None)
+    if files_here is not None and first is not None and files_here != first and not local_rank:
+        names = ", ".join(sorted(name for name in first if files_here.get(name) != first[name]))
         logger.warning("the engine of this node waits for the checkpoint: its own %s has other bits", names)
-    return here if here == first else None
+    return files_here if files_here == first else None
 
 
 def _of_node(shares: Sequence[Any], node: int) -> dict[str, FileFacts] | None:

@@ -57,9 +57,9 @@ def gather_json(value: Any, doing: str, group: dist.ProcessGroup | None = None) 
     with waiting_for_peers(doing):
         room = ROOM_BYTES
         while True:  # mostly once; a value that does not fit says how long it is
-            mine = len(data).to_bytes(8, "little") + data[:room].ljust(room)
+            own_box = len(data).to_bytes(8, "little") + data[:room].ljust(room)
             boxes = [torch.empty(8 + room, dtype=torch.uint8) for _ in range(world)]
-            dist.all_gather(boxes, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
+            dist.all_gather(boxes, torch.frombuffer(bytearray(own_box), dtype=torch.uint8), group=group)
             texts = [box.numpy().tobytes() for box in boxes]
             sizes = [int.from_bytes(text[:8], "little") for text in texts]
             if max(sizes) <= room:

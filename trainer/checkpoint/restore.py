@@ -60,7 +60,7 @@ def restore(learner: Learner, directory: Path, document: SavedState, progress: P
         },
     }
     _read(tensors, directory, document, vision_parameters(learner.model).keys())
-    progress.moved(sum(local_part(tensor).nbytes for tensor in tensors.values()))
+    progress.count_bytes(sum(local_part(tensor).nbytes for tensor in tensors.values()))
     learner.optimizer.state.clear()
     for group in learner.optimizer.param_groups:
         on_device = group["fused"] or group["capturable"]
@@ -80,7 +80,7 @@ def _verify(directory: Path, document: SavedState, progress: Progress) -> None:
         path = directory / name
         try:
             if number % world == rank:
-                is_whole = known_files.file_facts(path, progress.moved) == facts
+                is_whole = known_files.file_facts(path, progress.count_bytes) == facts
             else:
                 is_whole = retry("look at", path, path.stat, path).st_size == facts["bytes"]
         except FileNotFoundError:
@@ -187,8 +187,10 @@ def _fill(target: Tensor, offsets: tuple[int, ...], part: SavedPiece) -> int:
     first, count = (low[0] - part.offsets[0], high[0] - low[0]) if low else (0, 1)
     data = _bytes(part.path, part.begin + first * row, part.begin + (first + count) * row)
     rows = torch.frombuffer(data, dtype=part.dtype).view(count, *part.shape[1:])
-    there = [slice(begin - at, end - at) for begin, end, at in zip(low, high, part.offsets, strict=True)]
-    here = [slice(begin - at, end - at) for begin, end, at in zip(low, high, offsets, strict=True)]
-    overlap = target[tuple(here)]
-    overlap.copy_(rows[(slice(None), *there[1:])].reshape(overlap.shape))
+    source_slices = [
+        slice(begin - at, end - at) for begin, end, at in zip(low, high, part.offsets, strict=True)
+    ]
+    target_slices = [slice(begin - at, end - at) for begin, end, at in zip(low, high, offsets, strict=True)]
+    overlap = target[tuple(target_slices)]
+    overlap.copy_(rows[(slice(None), *source_slices[1:])].reshape(overlap.shape))
     return overlap.numel()

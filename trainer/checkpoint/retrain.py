@@ -51,14 +51,14 @@ def train_again(
         if lead:
             logger.info("training again on iteration %d: its trainer state was not saved", batch.iteration)
         repeat(learner, batch)
-    apart, largest = _distance(learner, published, dtype)
+    distance, largest = _distance(learner, published, dtype)
     text = (
         f"iterations {batches[0].iteration} to {batches[-1].iteration} were trained again from {begin.name}: "
-        f"the weights lie {apart:.2e} from the published ones (a single one at most {largest:.2e}), on a way "
-        f"of {way:.2e}"
+        f"the weights lie {distance:.2e} from the published ones (a single one at most {largest:.2e}), on "
+        f"a way of {way:.2e}"
     )
     rounding = torch.finfo(dtype).eps * math.sqrt(_square(learner, published)) / 100
-    if apart > TOLERANCE * way + rounding:
+    if distance > TOLERANCE * way + rounding:
         raise CheckpointError(
             f"{text}; that was not the same training. To go on from the published weights with a fresh "
             f"optimizer, remove {begin.remove}"

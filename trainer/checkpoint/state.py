@@ -71,8 +71,8 @@ def pieces(learner: Learner) -> dict[str, TensorPiece]:
     """
     tensors = _state_tensors(learner)
     rank, world = rank_and_world()
-    whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
-    owner = spread(whole, 1 if _are_few(whole) else world)
+    bytes_of_whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
+    owner = spread(bytes_of_whole, 1 if _are_few(bytes_of_whole) else world)
     written = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -90,8 +90,8 @@ def lead_writes_all(learner: Learner) -> bool:
     return not learner.layout.sharded and _are_few({name: tensor.nbytes for name, tensor in tensors.items()})
 
 
-def _are_few(whole: Mapping[str, int]) -> bool:
-    return sum(whole.values()) < WHOLE_BYTES
+def _are_few(bytes_of_whole: Mapping[str, int]) -> bool:
+    return sum(bytes_of_whole.values()) < WHOLE_BYTES
 
 
 def _state_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -131,16 +131,16 @@ def _shard(tensor: DTensor, tensor_rank: int) -> TensorPiece | None:
     return TensorPiece(tuple(chunk.offsets), tensor.to_local().to("cpu")) if chunk.sizes.numel() else None
 
 
-def write_pieces(held: dict[str, TensorPiece], writer: Writer, below: str = "") -> None:
+def write_pieces(pieces_of_rank: dict[str, TensorPiece], writer: Writer, below: str = "") -> None:
     """Write this rank's pieces to its files, whose names begin with `below`; none if there is nothing."""
     rank, world = rank_and_world()
-    sizes = {name: piece.values.nbytes for name, piece in held.items()}
+    sizes = {name: piece.values.nbytes for name, piece in pieces_of_rank.items()}
     count = -(-sum(sizes.values()) // FILE_BYTES)
     file_of = spread(sizes, max(count, 1))
     for number in sorted(set(file_of.values())):
-        mine = {name: piece for name, piece in held.items() if file_of[name] == number}
-        offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in mine.items()}
-        values = {name: piece.values for name, piece in mine.items()}
+        pieces_of_file = {name: piece for name, piece in pieces_of_rank.items() if file_of[name] == number}
+        offsets = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in pieces_of_file.items()}
+        values = {name: piece.values for name, piece in pieces_of_file.items()}
         content = tensor_file(values, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
         part = f"-{number + 1}" if count > 1 else ""
         writer.add(f"{below}state-{rank + 1:05d}-of-{world:05d}{part}.safetensors", content)
@@ -183,15 +183,15 @@ class StateSaver:
                 "trainer.collective_timeout_s"
             ) from error
 
-    def _save(self, held: dict[str, TensorPiece], directory: Path, document: SavedState) -> None:
-        mine: dict[str, FileFacts] | str
+    def _save(self, pieces_of_rank: dict[str, TensorPiece], directory: Path, document: SavedState) -> None:
+        files_or_error: dict[str, FileFacts] | str
         try:
             with Writer(directory) as writer:
-                write_pieces(held, writer)
-                mine = writer.finish()
+                write_pieces(pieces_of_rank, writer)
+                files_or_error = writer.finish()
         except (OSError, SafetensorError) as error:  # the others must not wait for this rank's share
-            mine = f"{error}"
-        shares = gather_json(mine, f"writing {directory}", self._group)
+            files_or_error = f"{error}"
+        shares = gather_json(files_or_error, f"writing {directory}", self._group)
         if rank_and_world()[0] != 0:
             return
         written: dict[str, FileFacts] = {}

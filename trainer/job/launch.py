@@ -163,13 +163,16 @@ def interfaces_of_user() -> dict[str, str]:
     """Return the user's variables that say which interfaces ranks meet on. One whose names this machine does
     not have is left out, as of a profile that was written for other machines.
     """
-    here = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     users: dict[str, str] = {}
     for variable in INTERFACES:
         value = os.environ.get(variable, "")
         is_exact = variable.startswith("GLOO") or value.startswith("=")
         names = value.removeprefix("=").split(",")
-        known = [name in here if is_exact else any(each.startswith(name) for each in here) for name in names]
+        known = [
+            name in interfaces if is_exact else any(each.startswith(name) for each in interfaces)
+            for name in names
+        ]
         if value and (value.startswith("^") or all(known)):
             users[variable] = value
     return users
@@ -181,8 +184,8 @@ def interfaces_of_user() -> dict[str, str]:
 def submit(spool: Path, number: int, request: Request) -> None:
     """Ask the job for training phase `number`, higher than any before, which are done."""
     for name in os.listdir(spool):
-        kind, _, rest = name.partition("_")
-        if f"{kind}_" in OF_A_REQUEST and rest[:6] < f"{number:06d}":
+        kind, _, number_text = name.partition("_")
+        if f"{kind}_" in OF_A_REQUEST and number_text[:6] < f"{number:06d}":
             (spool / name).unlink(missing_ok=True)
     _publish(_request_path(spool, number), request.to_json())
     for name in os.listdir(spool):

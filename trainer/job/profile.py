@@ -50,8 +50,8 @@ class StepProfiler(AbstractContextManager[None]):
                 trace, packed = Path(directory) / "trace.json", Path(directory) / "trace.json.gz"
                 self._profiler.export_chrome_trace(str(trace))
                 # A tenth of its size, and quickly: the peers wait. The trace itself may be gigabytes.
-                with trace.open("rb") as whole, gzip.open(packed, "wb", compresslevel=3) as stream:
-                    shutil.copyfileobj(whole, stream)
+                with trace.open("rb") as trace_file, gzip.open(packed, "wb", compresslevel=3) as stream:
+                    shutil.copyfileobj(trace_file, stream)
                 self._publish(".json.gz", packed.read_bytes())
             self._publish(".txt", text.encode())
         except Exception as error:

@@ -105,14 +105,14 @@ def renew_threads() -> None:
 
 def check_gpus(counted: str | None) -> int:
     """Return how many GPUs torch sees; raises LayoutError if the node has `counted` others."""
-    seen = torch.cuda.device_count()
-    if counted is not None and int(counted) != seen:
+    gpus = torch.cuda.device_count()
+    if counted is not None and int(counted) != gpus:
         raise LayoutError(
             f"this machine has {counted} GPUs by nvidia-smi and CUDA_VISIBLE_DEVICES, and torch "
-            f"{torch.__version__} sees {seen}: install a torch for the driver, or nvidia-smi, or start with "
+            f"{torch.__version__} sees {gpus}: install a torch for the driver, or nvidia-smi, or start with "
             "CUDA_VISIBLE_DEVICES= to compute on the CPU (AMD's GPUs are not supported)"
         )
-    return seen
+    return gpus
 
 
 class TrainerRank:

@@ -43,7 +43,7 @@ nothing can be told from trying, and a row holds one sequence."""
 class Arrangement:
     """How a model's sequences are laid into rows, what it is told about them, and what computes attention."""
 
-    apart: SequenceSeparation = SequenceSeparation.POSITIONS
+    separation: SequenceSeparation = SequenceSeparation.POSITIONS
     packing: Packing = field(default_factory=Packing)
     kernels: Mapping[Kernel, str] = field(default_factory=dict)
     """The kernels that were tried beside the model's own, and why one is not used; "" if it is."""
@@ -58,11 +58,11 @@ class Arrangement:
     @property
     def number(self) -> int:
         """A number above 0, the same for arrangements that are used alike."""
-        used = self.apart.value, self.packing, [kernel.value for kernel in self.works]
+        used = self.separation.value, self.packing, [kernel.value for kernel in self.works]
         return 1 + zlib.crc32(repr(used).encode())
 
     def __str__(self) -> str:
-        several = f"several sequences, kept apart by {self.apart.value}"
+        several = f"several sequences, kept apart by {self.separation.value}"
         single = "one sequence and padding, because layers of this model may see the sequence before"
         shared = "shared" if self.packing.pairs_per_token else "not shared"
         kernels = [Kernel.OWN.value, *(kernel.value for kernel in self.works)]
@@ -105,7 +105,7 @@ def find_arrangement(
     prompt = PROMPT + len(picture)
     words = slice(prompt + len(picture), int(batch.input_tokens[0]))
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
-    both = Bundle([0, 1], first.tokens + second.tokens - prompt, prompt)
+    pair = Bundle([0, 1], first.tokens + second.tokens - prompt, prompt)
     packed = fill(batch, [[first, second], [second]])
     plain = Kernel.OWN
     with short_windows([config, *layers], WINDOW):
@@ -114,8 +114,8 @@ def find_arrangement(
             for sequence in (first, second)
         ]
         one_row = replace(packed, position_ids=np.tile(np.arange(packed.token_ids.shape[1]), (2, 1)))
-        seen = score(one_row, SequenceSeparation.POSITIONS, plain)
-        trial = _PackingTrial(score, [*alone, alone[1]], seen, exact, words)
+        scores = score(one_row, SequenceSeparation.POSITIONS, plain)
+        trial = _PackingTrial(score, [*alone, alone[1]], scores, exact, words)
         is_telling = trial.is_telling and not _sees_farther_than_is_tried(config)
         is_told = agree(is_telling)
         pictures = [SequenceSeparation.PICTURES] if picture else []
@@ -129,19 +129,21 @@ def find_arrangement(
             if is_told
             else []
         )
-        apart = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
-        shared, masks = fill(batch, [[both]]), apart if apart in pictures else SequenceSeparation.MASKS
+        separation = next((way for way in ways if agree(not trial.mistake(packed, way))), None)
+        shared = fill(batch, [[pair]])
+        masks = separation if separation in pictures else SequenceSeparation.MASKS
         shares = share_prompts and bool(ways) and agree(not trial.mistake(shared, masks))
         reasons: dict[Kernel, str] = {}
         for kernel in attention:
             has_one = any(not reason for reason in reasons.values())
-            if not apart or (has_one and not shares):  # the others would not be used, and may be compiled
+            # The others would not be used, and may be compiled.
+            if not separation or (has_one and not shares):
                 break
             # Alone first: where one rank fails among layers that are gathered, the others would wait for it.
             reason = failure(kernel)
             if agree(not reason):
                 if not has_one:  # else that one computes rows without shared prompts
-                    reason = trial.mistake(packed, apart, kernel)
+                    reason = trial.mistake(packed, separation, kernel)
                 if not reason and shares and not kernel.takes_bounds:
                     reason = trial.mistake(shared, masks, kernel)
             reasons[kernel] = "" if agree(not reason) else reason or "it fails on another rank"
@@ -149,13 +151,13 @@ def find_arrangement(
         if Kernel.VARLEN in works and Kernel.FLEX not in works:
             shares = False  # by a dense mask, which took ten times as long on an H100
         one_each = fill(batch, [[first], [second]])
-        if not apart and not agree(trial.ignores_what_follows(one_each)):
+        if not separation and not agree(trial.ignores_what_follows(one_each)):
             raise UnsupportedModel(
                 f"a {config.model_type} model sees the tokens that it is to predict, and the padding behind "
                 "them; train a causal decoder"
             )
-    packing = Packing(several=apart is not None, pairs_per_token=6.0 * config.hidden_size * shares)
-    return Arrangement(apart or SequenceSeparation.POSITIONS, packing, reasons, is_told)
+    packing = Packing(several=separation is not None, pairs_per_token=6.0 * config.hidden_size * shares)
+    return Arrangement(separation or SequenceSeparation.POSITIONS, packing, reasons, is_told)
 
 
 def allowed_error(effect: float, exact: bool) -> float:
@@ -167,28 +169,31 @@ def trial_rows(vocabulary: int, arrangement: Arrangement) -> list[Microbatch]:
     """Return microbatches of the kinds that the arrangement makes, to try something else with."""
     batch = _two_sequences(vocabulary)
     first, second = (Bundle([k], int(tokens)) for k, tokens in enumerate(batch.input_tokens))
-    both = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
-    apart = [[first, second], [second]] if arrangement.packing.several else [[first], [second]]
+    pair = Bundle([0, 1], first.tokens + second.tokens - PROMPT, PROMPT)
+    rows_apart = [[first, second], [second]] if arrangement.packing.several else [[first], [second]]
     return [
-        fill(batch, rows) for rows in (apart, [[both]] * bool(arrangement.packing.pairs_per_token)) if rows
+        fill(batch, rows)
+        for rows in (rows_apart, [[pair]] * bool(arrangement.packing.pairs_per_token))
+        if rows
     ]
 
 
 class _PackingTrial:
     """Compares the scores of packed sequences with those on their own."""
 
-    def __init__(self, score: Score, alone: list[Tensor], seen: Tensor, exact: bool, words: slice) -> None:
-        """`alone`: scores of the sequences in a packed microbatch's order; `seen`: these tokens' scores where
-        the second sequence sees the first; `words`: of the first, behind the prompt, in the first row."""
+    def __init__(self, score: Score, alone: list[Tensor], scores: Tensor, exact: bool, words: slice) -> None:
+        """`alone`: scores of the sequences in a packed microbatch's order; `scores`: these tokens' scores
+        where the second sequence sees the first; `words`: of the first, behind the prompt, in the first row.
+        """
         self._words = words
         self._score, self._alone = score, alone
-        effect = float((seen - torch.cat(alone)).abs().max())
+        effect = float((scores - torch.cat(alone)).abs().max())
         tolerance = EXACT if exact else ROUNDED
         self.is_telling = effect > TELLING
         self._error = allowed_error(effect, exact)
         self._leak = max(min(tolerance, LEAK) * effect, ROUNDING)
 
-    def mistake(self, packed: Microbatch, apart: SequenceSeparation, kernel: Kernel = Kernel.OWN) -> str:
+    def mistake(self, packed: Microbatch, separation: SequenceSeparation, kernel: Kernel = Kernel.OWN) -> str:
         """Return the mistake in words; empty if the sequences score as they do alone, and alike whatever the
         words of the first are.
         """
@@ -196,10 +201,10 @@ class _PackingTrial:
         words[0, self._words] = words[0, self._words][::-1]
         count = int(packed.sequences.max()) + 1
         try:
-            scores = self._score(packed, apart, kernel)
-            changed = self._score(replace(packed, token_ids=words), apart, kernel)
+            scores = self._score(packed, separation, kernel)
+            changed = self._score(replace(packed, token_ids=words), separation, kernel)
         except Exception as error:  # any family may refuse any argument in any way; it is not used then
-            logger.debug("%s, %s: %s", apart, kernel, error)
+            logger.debug("%s, %s: %s", separation, kernel, error)
             return brief(error)
         mistake = float((scores - torch.cat(self._alone[:count])).abs().max())
         leak = float((changed - scores)[torch.from_numpy(packed.sequences > 0)].abs().max())

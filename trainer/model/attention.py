@@ -145,8 +145,8 @@ def _largest_error(
     *leaves, weights = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
     for leaf in leaves:
         leaf.requires_grad_()
-    seen = sees(columns, columns, columns[:, None], columns)
-    dense = F.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
+    visible = sees(columns, columns, columns[:, None], columns)
+    dense = F.scaled_dot_product_attention(*leaves, attn_mask=visible, enable_gqa=True)
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS[kernel.registered]
     mask = make_mask(
         batch_size=1, q_length=len(sequences), kv_length=len(sequences), mask_function=sees, device=device

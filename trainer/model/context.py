@@ -70,33 +70,37 @@ def own_block(
     width = columns // layout.context_parallel
     begin = layout.rank % layout.context_parallel * width
     row, column = at // columns, at % columns - begin
-    mine = np.flatnonzero((column >= 0) & (column < width))
+    index = np.flatnonzero((column >= 0) & (column < width))
     tokens = {name: inputs[name][:, begin : begin + width] for name in ("input_ids", "position_ids")}
-    scored_at, mine = (torch.from_numpy(array).to(device) for array in ((row * width + column)[mine], mine))
-    return {**inputs, **tokens}, scored_at, mine
+    scored_at, index = (
+        torch.from_numpy(array).to(device) for array in ((row * width + column)[index], index)
+    )
+    return {**inputs, **tokens}, scored_at, index
 
 
-def joined(scores: tuple[Tensor, Tensor], mine: Tensor, tokens: int, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the scores (N,) of all `tokens`, from each rank's own, (n,) each at `mine` (n,). The gradient of
-    a rank's scores is that of its own loss, which is the whole loss.
+def joined(
+    scores: tuple[Tensor, Tensor], index: Tensor, tokens: int, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Return the scores (N,) of all `tokens`, from each rank's own, (n,) each at `index` (n,). The gradient
+    of a rank's scores is that of its own loss, which is the whole loss.
     """
-    return _GatherScores.apply(layout.context_group, mine, tokens, *scores)  # pyright: ignore[reportReturnType]
+    return _GatherScores.apply(layout.context_group, index, tokens, *scores)  # pyright: ignore[reportReturnType]
 
 
 class _GatherScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Any, mine: Tensor, tokens: int, *scores: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(mine)
-        whole = scores[0].new_zeros(len(scores), tokens)
-        whole[:, mine] = torch.stack(scores)
+    def forward(ctx: Any, group: Any, index: Tensor, tokens: int, *scores: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(index)
+        all_scores = scores[0].new_zeros(len(scores), tokens)
+        all_scores[:, index] = torch.stack(scores)
         with waiting_for_peers("joining the scores of a row's blocks"):
-            dist.all_reduce(whole, group=group)
-        return tuple(row.clone() for row in whole)
+            dist.all_reduce(all_scores, group=group)
+        return tuple(row.clone() for row in all_scores)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        (mine,) = ctx.saved_tensors
-        return None, None, None, *(gradient[mine] for gradient in gradients)
+        (index,) = ctx.saved_tensors
+        return None, None, None, *(gradient[index] for gradient in gradients)
 
 
 def _attend(

@@ -41,29 +41,29 @@ class HostMemory:
         local = local_part(tensor).detach()
         if local.device.type == "cpu":
             return tensor
-        held = self._take(local).copy_(local, non_blocking=True)
+        copied = self._take(local).copy_(local, non_blocking=True)
         if not isinstance(tensor, DTensor):
-            return held
+            return copied
         names, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": held}
+        inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": copied}
         return DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
     def _take(self, like: Tensor) -> Tensor:
-        held = self._bytes[self._taken : self._taken + like.nbytes].view(like.dtype).view(like.shape)
+        pinned = self._bytes[self._taken : self._taken + like.nbytes].view(like.dtype).view(like.shape)
         self._taken += _aligned(like.nbytes)
-        return held
+        return pinned
 
 
-def pin(held: Tensor) -> None:
+def pin(memory: Tensor) -> None:
     """Have CUDA pin memory that there is already: torch's own would take up to twice the bytes."""
     cuda: Any = torch.cuda.cudart()
-    at = held.data_ptr()
-    if error := int(cuda.cudaHostRegister(at, held.nbytes, 0)):
-        logger.info("%.1f GB of host memory are not pinned (CUDA error %d)", held.nbytes / 1e9, error)
+    at = memory.data_ptr()
+    if error := int(cuda.cudaHostRegister(at, memory.nbytes, 0)):
+        logger.info("%.1f GB of host memory are not pinned (CUDA error %d)", memory.nbytes / 1e9, error)
         with contextlib.suppress(RuntimeError):  # CUDA would report it again, of the next kernel
             torch.ones(1, device="cuda")
     else:
-        weakref.finalize(held, cuda.cudaHostUnregister, at)
+        weakref.finalize(memory, cuda.cudaHostUnregister, at)
 
 
 def _aligned(size: int) -> int:

@@ -144,8 +144,8 @@ class Learner(Policy):
         if self.layout.sharded or self.layout.world_size == 1:
             return
         values = list(self.parameters.values())
-        mine = torch.stack([fingerprint(value) for value in values]).sum().cpu()
-        bounds = torch.stack([mine, -mine])
+        checksum = torch.stack([fingerprint(value) for value in values]).sum().cpu()
+        bounds = torch.stack([checksum, -checksum])
         with waiting_for_peers("comparing the weights with rank 0's"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds[0] == -bounds[1]:
@@ -169,8 +169,8 @@ class Learner(Policy):
             parameter.grad = None
         self.summed = self.gradients = self.sums = torch.zeros(0)
         scorers, states = self._away()
-        held = [tensor for scorer in scorers for tensor in (*scorer.parameters(), *scorer.buffers())]
-        self._host.begin([*held, *(value for state in states for value in state.values())])
+        tensors = [tensor for scorer in scorers for tensor in (*scorer.parameters(), *scorer.buffers())]
+        self._host.begin([*tensors, *(value for state in states for value in state.values())])
         self._move(self._host.copy)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

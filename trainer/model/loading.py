@@ -59,7 +59,7 @@ def build_scorer(
         _round_vision(model, settings, rounding)
         return scorer
     blank, sources = slices.blank_model(directory, dtype)
-    held = slices.held_tensors(blank)
+    places = slices.held_tensors(blank)
     if settings.freeze_vision:
         vision.freeze(blank)
     model, adapters = _with_blank_adapters(blank, base_dir, settings)
@@ -68,7 +68,7 @@ def build_scorer(
     scorer = Scorer(model, device, rounding, computes_in, offloaded=settings.cpu_offload and on_gpu)
     parallel.shard(scorer, model, layout, settings, on_gpu)
     model.to_empty(device=torch.device("cpu") if scorer.offloaded else device)
-    slices.fill(blank, held, sources, directory, device, progress.moved)
+    slices.fill(blank, places, sources, directory, device, progress.count_bytes)
     keep_frequencies(blank)
     keep_causal(blank)
     with torch.no_grad():

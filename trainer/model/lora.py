@@ -124,11 +124,11 @@ def load_adapter(wrapped: Any, directory: Path) -> None:
         )
     config, saved = wrapped.peft_config[ADAPTER], LoraConfig.from_pretrained(str(directory))
     for name, field in (("rank", "r"), ("alpha", "lora_alpha"), ("targets", "target_modules")):
-        ours, theirs = getattr(config, field), getattr(saved, field)
-        if ours != theirs:
+        given_value, saved_value = getattr(config, field), getattr(saved, field)
+        if given_value != saved_value:
             raise LoraError(
-                f"{directory} was trained with trainer.lora.{name}={_shown(theirs)}, now it is "
-                f"{_shown(ours)}; give the same again, or start a new run"
+                f"{directory} was trained with trainer.lora.{name}={_shown(saved_value)}, now it is "
+                f"{_shown(given_value)}; give the same again, or start a new run"
             )
     for name in sorted(actual.keys() | expected.keys()):
         if actual.get(name) != expected.get(name):

@@ -77,13 +77,13 @@ def _whole(part: Tensor, like: Tensor) -> Tensor:
         return sharded.full_tensor()
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
+def _part(full: Tensor, like: Tensor) -> Tensor:
     """Return the part of a whole matrix that this rank has."""
     if not isinstance(like, DTensor):
-        return whole
+        return full
     [chunk] = like.__create_chunk_list__()
     ranges = zip(chunk.offsets, chunk.sizes, strict=True)
-    return whole[tuple(slice(begin, begin + size) for begin, size in ranges)].to(local_part(like).device)
+    return full[tuple(slice(begin, begin + size) for begin, size in ranges)].to(local_part(like).device)
 
 
 def layer_matrices(model: Any) -> set[int]:

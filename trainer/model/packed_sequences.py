@@ -43,7 +43,7 @@ UNMASKED = ("linear_attention", "conv")
 
 def decoder_inputs(
     microbatch: Microbatch,
-    apart: SequenceSeparation,
+    separation: SequenceSeparation,
     kernel: Kernel,
     config: Any,
     device: torch.device,
@@ -60,11 +60,12 @@ def decoder_inputs(
     positions = microbatch.position_ids
     is_packed = microbatch.is_packed
     needs_mask = microbatch.segments is not None or (
-        (divided or (is_packed and apart is not SequenceSeparation.POSITIONS)) and not kernel.takes_bounds
+        (divided or (is_packed and separation is not SequenceSeparation.POSITIONS))
+        and not kernel.takes_bounds
     )
     token_ids, segments = microbatch.token_ids, microbatch.segments
     inputs: dict[str, Any] = {}
-    if kernel.takes_bounds or (is_packed and apart is SequenceSeparation.KERNELS and segments is None):
+    if kernel.takes_bounds or (is_packed and separation is SequenceSeparation.KERNELS and segments is None):
         token_ids, positions = token_ids.reshape(1, -1), positions.reshape(1, -1)
         inputs = _bounds(positions, device)
     inputs["input_ids"] = torch.from_numpy(token_ids).to(device)
@@ -73,9 +74,9 @@ def decoder_inputs(
         if segments is None:
             numbers = np.cumsum(positions == 0, axis=1)
             segments = np.stack([numbers, numbers])
-        whole = is_picture if apart is SequenceSeparation.PICTURES else None
+        picture_tokens = is_picture if separation is SequenceSeparation.PICTURES else None
         inputs["attention_mask"] = attention_masks(
-            torch.from_numpy(segments).to(device), inputs["position_ids"], config, whole
+            torch.from_numpy(segments).to(device), inputs["position_ids"], config, picture_tokens
         )
     return inputs
 
@@ -98,26 +99,28 @@ def _bounds(positions: NDArray[np.int64], device: torch.device) -> dict[str, Any
     }
 
 
-def attention_masks(segments: Tensor, position_ids: Tensor, config: Any, whole: Tensor | None = None) -> Any:
+def attention_masks(
+    segments: Tensor, position_ids: Tensor, config: Any, picture_tokens: Tensor | None = None
+) -> Any:
     """Return the mask that the model's attention takes, or a dict of them by kind of layer if it has kinds.
 
     `segments` (2, R, C): see Microbatch; `position_ids` (R, C). A mask is what transformers makes for the
     config's attention: (R, 1, C, C), boolean for sdpa and added for eager, or flex attention's BlockMask.
-    `whole` (R, C): neighbours here see each other, also ahead.
+    `picture_tokens` (R, C): neighbours here see each other, also ahead.
     """
     segment, before = segments
-    blocks = None if whole is None else _blocks(whole.to(position_ids.device))
+    blocks = None if picture_tokens is None else _blocks(picture_tokens.to(position_ids.device))
     make = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def mask(reaches: Callable[[Tensor, Tensor], Tensor] | None) -> Any:
         def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            theirs = segment[row, key]
-            seen = ((segment[row, query] == theirs) | (before[row, query] == theirs)) & (key <= query)
+            of_key = segment[row, key]
+            visible = ((segment[row, query] == of_key) | (before[row, query] == of_key)) & (key <= query)
             if blocks is not None:
-                seen = seen | ((blocks[row, query] == blocks[row, key]) & (blocks[row, query] > 0))
+                visible = visible | ((blocks[row, query] == blocks[row, key]) & (blocks[row, query] > 0))
             if reaches is None:
-                return seen
-            return seen & reaches(position_ids[row, query], position_ids[row, key])
+                return visible
+            return visible & reaches(position_ids[row, query], position_ids[row, key])
 
         rows, columns = position_ids.shape
         return make(
@@ -146,8 +149,8 @@ def attention_masks(segments: Tensor, position_ids: Tensor, config: Any, whole: 
     return masks
 
 
-def _blocks(whole: Tensor) -> Tensor:
-    """(R, C) numbers from 1 of the runs of `whole` in each row; elsewhere 0."""
-    begins = whole.clone()
-    begins[:, 1:] &= ~whole[:, :-1]
-    return begins.cumsum(1) * whole
+def _blocks(is_picture: Tensor) -> Tensor:
+    """(R, C) numbers from 1 of the runs of `is_picture` in each row; elsewhere 0."""
+    begins = is_picture.clone()
+    begins[:, 1:] &= ~is_picture[:, :-1]
+    return begins.cumsum(1) * is_picture

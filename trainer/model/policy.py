@@ -96,11 +96,11 @@ class Policy:
         self,
         scorer: Scorer,
         microbatch: Microbatch,
-        apart: SequenceSeparation | None = None,
+        separation: SequenceSeparation | None = None,
         kernel: Kernel | None = None,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        apart = apart or self.arrangement.apart
+        separation = separation or self.arrangement.separation
         kernel = kernel or self.kernel(microbatch)
         divided = self._is_divided and len(microbatch.targets) > 0
         if divided:
@@ -117,7 +117,7 @@ class Policy:
         if len(targets):
             inputs = decoder_inputs(
                 microbatch,
-                apart,
+                separation,
                 kernel,
                 scorer.config,
                 self.device,
@@ -140,18 +140,18 @@ class Policy:
         temperatures = None  # most batches are sampled at 1: then the logits are neither copied nor divided
         if (microbatch.temperatures != 1).any():
             temperatures = torch.from_numpy(microbatch.temperatures).to(self.device)
-        mine = None
+        index = None
         if divided:
-            inputs, scored_at, mine = context.own_block(
+            inputs, scored_at, index = context.own_block(
                 inputs, microbatch.scored_at, self.device, self.layout
             )
-            targets = targets[mine]
-            temperatures = None if temperatures is None else temperatures[mine]
+            targets = targets[index]
+            temperatures = None if temperatures is None else temperatures[index]
         try:
             scores = scorer(inputs, scored_at, targets, temperatures, entropy_gradient, pictures)
-            if mine is None:
+            if index is None:
                 return scores
-            return context.joined(scores, mine, len(microbatch.targets), self.layout)
+            return context.joined(scores, index, len(microbatch.targets), self.layout)
         finally:
             if self.layout.sharded and not torch.is_grad_enabled():
                 # FSDP keeps the root's whole weights for a backward pass, and would miss a change of the
@@ -215,15 +215,15 @@ class Policy:
             words = microbatch.token_ids.copy()
             words[:, : columns // ranks] = words[:, : columns // ranks][:, ::-1]
             self._is_divided = False
-            whole, changed = (
+            plain, changed = (
                 self._run(self.scorer, replace(microbatch, token_ids=ids))[0]
                 for ids in (microbatch.token_ids, words)
             )
             later = torch.from_numpy(microbatch.scored_at % columns >= columns // ranks)
-            effect = float((changed - whole)[later].abs().max())
+            effect = float((changed - plain)[later].abs().max())
             self._is_divided = True
             try:
-                error = float((self._run(self.scorer, microbatch)[0] - whole).abs().max())
+                error = float((self._run(self.scorer, microbatch)[0] - plain).abs().max())
                 reason = f"scores are wrong by {error:.1e}, as with recurrent layers"
             except PeerLost:
                 raise
@@ -239,8 +239,8 @@ class Policy:
         nothing.
         """
         dtype = self.scorer.computes_in
-        held = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
-        short = short_model(self.scorer.causal, dtype, self.device, held)
+        parameter_bytes = sum(parallel.local_part(parameter).nbytes for parameter in self.model.parameters())
+        short = short_model(self.scorer.causal, dtype, self.device, parameter_bytes)
         if short is None:
             return None
         try:
@@ -258,7 +258,7 @@ class Policy:
         ranks = self.layout.tensor_parallel_size
         return find_arrangement(
             scorer.config,
-            lambda microbatch, apart, kernel: self._run(scorer, microbatch, apart, kernel)[0].float().cpu(),
+            lambda microbatch, way, kernel: self._run(scorer, microbatch, way, kernel)[0].float().cpu(),
             agree,
             share_prompts=share_prompts,
             kernels=kernels,

@@ -184,26 +184,26 @@ def held_tensors(model: Any) -> dict[str, tuple[Any, str]]:
     """Return name -> (module, attribute) of each parameter and buffer: a module stays when its tensors are
     replaced, or when another module is put around it. Tied parameters come once.
     """
-    seen: set[int] = set()
-    held: dict[str, tuple[Any, str]] = {}
+    tensor_ids: set[int] = set()
+    places: dict[str, tuple[Any, str]] = {}
     for prefix, module in model.named_modules():
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                held[f"{prefix}.{attribute}" if prefix else attribute] = (module, attribute)
-    return held
+            if tensor is not None and id(tensor) not in tensor_ids:
+                tensor_ids.add(id(tensor))
+                places[f"{prefix}.{attribute}" if prefix else attribute] = (module, attribute)
+    return places
 
 
 @torch.no_grad()
 def fill(
     model: Any,
-    held: Mapping[str, tuple[Any, str]],
+    places: Mapping[str, tuple[Any, str]],
     sources: Mapping[str, TensorSource],
     model_dir: Path,
     device: torch.device,
     read_one: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Give the tensors of `held` their values: this rank's parts from the files, and buffers on `device`.
+    """Give the tensors of `places` their values: this rank's parts from the files, and buffers on `device`.
 
     `model` is the transformers model, sharded, with memory for its parts but without values. `read_one` is
     called with the bytes of each part that was read.
@@ -213,7 +213,7 @@ def fill(
     computed: list[tuple[Any, str]] = []
     converted: tuple[TensorSource | None, dict[str, Tensor]] = None, {}
     with _files(model_dir) as read:
-        for name, (module, attribute) in held.items():
+        for name, (module, attribute) in places.items():
             tensor = getattr(module, attribute)
             source = sources.get(name) or sources.get(ties.get(name, ""))
             if source is None:

@@ -35,19 +35,19 @@ def with_kl_in_reward(
     comes last. All ranks call this together.
     """
     if settings.kl_in == "token_reward":
-        penalties = [[_to_go(values, m) for m, values in both] for both in _pairs(plans, kl)]
+        penalties = [[_to_go(values, m) for m, values in pairs] for pairs in _pairs(plans, kl)]
     else:
         of_sequences = _of_sequences(batch, plans, kl, settings, layout)
         penalties = [[of_sequences[m.members][m.sequences] for m in plan] for plan in plans]
     advantages = [
-        [m.advantages - settings.kl_coefficient * values for m, values in both]
-        for both in _pairs(plans, penalties)
+        [m.advantages - settings.kl_coefficient * values for m, values in pairs]
+        for pairs in _pairs(plans, penalties)
     ]
     if settings.advantage == "whitened":
         advantages = _whitened(advantages, layout)
     return [
-        [replace(m, advantages=values.astype(np.float32)) for m, values in both]
-        for both in _pairs(plans, advantages)
+        [replace(m, advantages=values.astype(np.float32)) for m, values in pairs]
+        for pairs in _pairs(plans, advantages)
     ]
 
 
@@ -90,8 +90,8 @@ def sums_of_sequences(
     sequence that is in none of all ranks' microbatches. All ranks call this together.
     """
     sums = np.zeros(len(batch))
-    for both in _pairs(plans, values):
-        for microbatch, weights in both:
+    for pairs in _pairs(plans, values):
+        for microbatch, weights in pairs:
             sums[microbatch.members] = np.bincount(
                 microbatch.sequences, weights=weights, minlength=len(microbatch.members)
             )

@@ -154,11 +154,11 @@ def _objective(
         case "geometric":
             log_ratio = torch.log(ratio)
             bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
-            kept = torch.where(
+            limited = torch.where(
                 advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
             )
-            mean = _means(kept.detach(), sequences)[sequences]
-            return torch.exp(mean + kept - kept.detach()) * advantages, kept != log_ratio
+            mean = _means(limited.detach(), sequences)[sequences]
+            return torch.exp(mean + limited - limited.detach()) * advantages, limited != log_ratio
         case "divergence":
             change = logprobs.detach().exp() - engine_logprobs.exp()
             is_far = torch.where(advantages > 0, change > settings.clip_high, change < -settings.clip_low)

@@ -53,8 +53,8 @@ def with_pair_weights(
         )
         for m in plan
     ]
-    here = np.unique(batch.groups[step.start : step.stop])
-    of_pairs = losses[here].mean(), margins[here].mean(), (margins[here] > 0).mean()
+    pairs = np.unique(batch.groups[step.start : step.stop])
+    of_pairs = losses[pairs].mean(), margins[pairs].mean(), (margins[pairs] > 0).mean()
     return scaled, Preferences(*map(float, of_pairs))
 
 
@@ -109,9 +109,9 @@ def with_label_weights(
     mean, at least 0, is z. No gradient flows through it. The gradient of 1 - sigmoid(m), m = +-beta (D - z),
     is that of -A log pi, summed over tokens, with A = +-beta sigmoid(m) sigmoid(-m).
     """
-    here = slice(step.start, step.stop)
+    span = slice(step.start, step.stop)
     sums = sums_of_sequences(batch, [plan], [log_ratios], layout)
-    distance = sums_of_sequences(batch, [mismatched_plan], [mismatched_ratios], layout)[here].mean()
+    distance = sums_of_sequences(batch, [mismatched_plan], [mismatched_ratios], layout)[span].mean()
     margins = settings.pair_beta * batch.advantages * (sums - max(0.0, distance))
     losses = np.exp(-np.logaddexp(0, margins))  # 1 - sigmoid(margin), exact for a large one too
     of_labels = np.where(batch.advantages > 0, 1.0, settings.undesirable_weight)
@@ -120,5 +120,9 @@ def with_label_weights(
         replace(m, advantages=(m.advantages * weights[m.members][m.sequences]).astype(np.float32))
         for m in plan
     ]
-    of_samples = (of_labels * losses)[here].mean(), margins[here].mean(), (margins[here] > 0).mean()
+    of_samples = (
+        (of_labels * losses)[span].mean(),
+        margins[span].mean(),
+        (margins[span] > 0).mean(),
+    )
     return scaled, Preferences(*map(float, of_samples))

@@ -70,16 +70,16 @@ def train(
         return [plan_step(batch, step.sequences, weights, layout.data_rank, most, packing) for step in steps]
 
     plans = planned(batch)
-    others: list[list[Microbatch]] = [[] for _ in steps]
+    other_plans: list[list[Microbatch]] = [[] for _ in steps]
     if settings.advantage == "label":
-        others = planned(with_shifted_answers(batch, [step.sequences for step in steps]))
+        other_plans = planned(with_shifted_answers(batch, [step.sequences for step in steps]))
     progress = progress or Progress()
     kl_in_reward = settings.kl != "off" and settings.kl_in != "loss"
     # Several updates: pi_old is the policy before the first one. For a first step that does not come again
     # that is the policy itself, which need not be asked before, unless the reward depends on it.
     scored = plans if kl_in_reward or settings.passes > 1 else plans[1:]
-    taken = [*plans, *others, *(plans if settings.weighs_samples else ())]
-    progress.expect(sum(map(len, scored)) + settings.passes * sum(map(len, taken)))
+    trained = [*plans, *other_plans, *(plans if settings.weighs_samples else ())]
+    progress.expect(sum(map(len, scored)) + settings.passes * sum(map(len, trained)))
     befores = [[_PriorLogprobs()] * len(plan) for plan in plans[: len(plans) - len(scored)]]
     for plan in scored:
         befores.append([])
@@ -90,14 +90,14 @@ def train(
         kl = [[_kl_of(before, settings.kl) for before in of_step] for of_step in befores]
         plans = with_kl_in_reward(batch, plans, kl, settings, layout)
     stats = []
-    every = settings.passes * list(zip(steps, plans, others, befores, strict=True))
+    every = settings.passes * list(zip(steps, plans, other_plans, befores, strict=True))
     for k, (step, plan, other, before) in enumerate(every):
-        over = span[0] + (span[1] - span[0]) * k / len(every)
+        fraction = span[0] + (span[1] - span[0]) * k / len(every)
         with first_step if first_step is not None and k == 0 else nullcontext():
             if settings.weighs_samples:
-                done = _weighed_step(learner, batch, plan, other, before, step, settings, progress, over)
+                done = _weighed_step(learner, batch, plan, other, before, step, settings, progress, fraction)
             else:
-                done = _optimizer_step(learner, batch, plan, before, step, settings, progress, over)
+                done = _optimizer_step(learner, batch, plan, before, step, settings, progress, fraction)
         stats.append(done)
         report(step_line(k + 1, len(every), done, batch.counts.reward))
     return stats
@@ -165,12 +165,12 @@ def _weighed_step(
     learner: Learner,
     batch: Batch,
     plan: Sequence[Microbatch],
-    others: Sequence[Microbatch],
+    other_plan: Sequence[Microbatch],
     befores: Sequence[_PriorLogprobs],
     step: _Step,
     settings: TrainerSettings,
     progress: Progress,
-    over: float,
+    fraction: float,
 ) -> StepStats:
     """Take an optimizer step on pairs, or on labelled samples; its loss is DPO's, or KTO's. They are weighed
     by the policy as it is now.
@@ -183,14 +183,14 @@ def _weighed_step(
             progress.advance()
         return ratios
 
-    here, layout, ratios = step.sequences, learner.layout, log_ratios(plan)
+    sequences, layout, ratios = step.sequences, learner.layout, log_ratios(plan)
     if settings.advantage == "pair":
-        plan, figures = with_pair_weights(batch, plan, ratios, here, settings.pair_beta, layout)
+        plan, figures = with_pair_weights(batch, plan, ratios, sequences, settings.pair_beta, layout)
     else:
         plan, figures = with_label_weights(
-            batch, plan, ratios, others, log_ratios(others), here, settings, layout
+            batch, plan, ratios, other_plan, log_ratios(other_plan), sequences, settings, layout
         )
-    done = _optimizer_step(learner, batch, plan, befores, step, settings, progress, over)
+    done = _optimizer_step(learner, batch, plan, befores, step, settings, progress, fraction)
     return replace(done, **figures._asdict())
 
 
@@ -202,11 +202,11 @@ def _optimizer_step(
     step: _Step,
     settings: TrainerSettings,
     progress: Progress,
-    over: float,
+    fraction: float,
 ) -> StepStats:
     """Accumulate the microbatches' gradients, sum them over the ranks, clip, and let the optimizer step.
 
-    `over`: the fraction of the run that is over.
+    `fraction`: the fraction of the run that is over.
     """
     started = time.perf_counter()
     bonus, applied = settings.entropy_bonus, None
@@ -236,7 +236,7 @@ def _optimizer_step(
             "lower trainer.learning_rate, or look for broken logprobs in the batch"
         )
     learner.scale_gradients(min(1.0, settings.clip_norm / (norm + 1e-6)))
-    lr = learner.apply(settings, over)
+    lr = learner.apply(settings, fraction)
     if settings.entropy_target is not None:
         adapted = adapted_bonus(bonus, entropy, settings.entropy_target, settings.entropy_step)
         learner.entropy_control = adapted, entropy

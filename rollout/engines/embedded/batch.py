@@ -122,12 +122,12 @@ class Batch(ABC):
         """
         if self._routes is None:
             return
-        taken = self._routes.taken
-        taken = taken.reshape(-1, columns, *taken.shape[1:])
+        routes = self._routes.chosen_experts
+        routes = routes.reshape(-1, columns, *routes.shape[1:])
         for row, number in zip(rows, numbers, strict=True):
             if row.generation.with_routes:
                 new = 1 if row.token_ids else len(row.generation.prompt_ids)
-                row.routes.append(taken[number, columns - new :])
+                row.routes.append(routes[number, columns - new :])
 
     def _draw(self, begin: int, logits: Tensor) -> tuple[list[int], list[float]]:
         """Draw the next token of the rows from `begin` on."""

@@ -70,9 +70,9 @@ def _pads_well(model: PreTrainedModel) -> bool:
     if DynamicSlidingWindowLayer not in layers:
         return _agrees(model, PaddedBatch)
     ids = _prompt(model, 3 * _WINDOW)
-    whole = _logprobs(model, ids)
+    unpadded = _logprobs(model, ids)
     with short_windows([config], _WINDOW):
-        is_shorter = not torch.equal(_logprobs(model, ids), whole)
+        is_shorter = not torch.equal(_logprobs(model, ids), unpadded)
         return is_shorter and _agrees(model, PaddedBatch)
 
 

@@ -63,15 +63,17 @@ class Cohorts(Batch):
         return self._draw(begin, torch.cat(logits))
 
     def keep(self, indices: Sequence[int]) -> None:
-        kept = set(indices)
+        staying = set(indices)
         self.rows = [self.rows[i] for i in indices]
         numbers, cohorts = itertools.count(), list[_Cohort]()
         for cohort in self._cohorts:
-            left = [j for j, number in zip(range(len(cohort.rows)), numbers, strict=False) if number in kept]
-            if left and len(left) < len(cohort.rows):
-                cohort.rows = [cohort.rows[j] for j in left]
-                _select(cohort.cache, torch.tensor(left))
-            cohorts += [cohort] if left else []
+            rows = [
+                j for j, number in zip(range(len(cohort.rows)), numbers, strict=False) if number in staying
+            ]
+            if rows and len(rows) < len(cohort.rows):
+                cohort.rows = [cohort.rows[j] for j in rows]
+                _select(cohort.cache, torch.tensor(rows))
+            cohorts += [cohort] if rows else []
         self._cohorts = cohorts
         self._set_row_tensors()
 

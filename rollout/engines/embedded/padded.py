@@ -35,9 +35,11 @@ class PaddedBatch(Batch):
             self._positions = torch.cat([self._positions, positions])
             if len(self._mask):
                 length = max(mask.shape[1], self._mask.shape[1])
-                for mine, new in zip(_layers(self._cache), _layers(cache), strict=True):
-                    mine.keys = torch.cat([_pad_left(mine.keys, length), _pad_left(new.keys, length)])
-                    mine.values = torch.cat([_pad_left(mine.values, length), _pad_left(new.values, length)])
+                for layer, joining in zip(_layers(self._cache), _layers(cache), strict=True):
+                    layer.keys = torch.cat([_pad_left(layer.keys, length), _pad_left(joining.keys, length)])
+                    layer.values = torch.cat(
+                        [_pad_left(layer.values, length), _pad_left(joining.values, length)]
+                    )
                 missing = [length - self._mask.shape[1], length - mask.shape[1]]
                 self._mask = torch.cat([pad(self._mask, (missing[0], 0)), pad(mask, (missing[1], 0))])
             else:
@@ -50,12 +52,12 @@ class PaddedBatch(Batch):
         if not self.rows:
             self._clear()
             return
-        kept = torch.tensor(indices)
-        mask, self._positions = self._mask[kept], self._positions[kept]
+        rows = torch.tensor(indices)
+        mask, self._positions = self._mask[rows], self._positions[rows]
         first = int(mask.any(0).int().argmax())  # the columns before are padding in all of them
         for layer in _layers(self._cache):
-            layer.keys = layer.keys[kept, :, first:]
-            layer.values = layer.values[kept, :, first:]
+            layer.keys = layer.keys[rows, :, first:]
+            layer.values = layer.values[rows, :, first:]
         self._mask = mask[:, first:]
         self._set_row_tensors()
 
@@ -99,10 +101,10 @@ class PaddedBatch(Batch):
             positions = positions[1:].amax(0)
         numbers = [number_of[row.generation] for row in rows]
         self._keep_routes(rows, numbers, width)
-        kept = torch.tensor(numbers)
+        cache_rows = torch.tensor(numbers)
         for layer in _layers(cache):
-            layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-        return cache, mask[kept], positions[kept].amax(1) + 1, output.logits[kept, -1]
+            layer.keys, layer.values = layer.keys[cache_rows], layer.values[cache_rows]
+        return cache, mask[cache_rows], positions[cache_rows].amax(1) + 1, output.logits[cache_rows, -1]
 
     def _clear(self) -> None:
         self._cache = DynamicCache()

@@ -244,7 +244,7 @@ def with_pictures(
             is_place & False if pictures.answers is None else pictures.answers.to(device).view(ids.shape)
         )
         types = answers | ~is_place.any(1, keepdim=True)
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: (torch.where(written, token, args[0]), *args[1:])
     )
@@ -253,7 +253,7 @@ def with_pictures(
             **inputs,
             "input_ids": ids.masked_fill(written, 0 if token else 1),
             "position_ids": spread_positions(model, inputs["position_ids"], pictures),
-            **{name: types.long() for name in _TYPES if name in taken},
+            **{name: types.long() for name in _TYPES if name in parameters},
             **picture_tensors(pictures.tensors, device, dtype),
         }
     finally:
@@ -276,8 +276,8 @@ def spread_positions(model: Any, position_ids: Tensor, pictures: PlacedPictures 
         end, row = begin + len(shown.token_ids), begin // columns
         inside = _own_positions(model, shown).to(position_ids.device)
         flat[:, begin:end] = flat[:, begin : begin + 1] + inside
-        mine = segments[0, row, begin % columns]
-        is_behind = (segments[:, row] == mine).any(0)
+        segment = segments[0, row, begin % columns]
+        is_behind = (segments[:, row] == segment).any(0)
         is_behind[: end - row * columns] = False
         spread[:, row, is_behind] += int(inside.max()) + 1 - len(shown.token_ids)
     return torch.cat([position_ids[None], spread])
@@ -287,7 +287,7 @@ def _own_positions(model: Any, shown: ShownPicture) -> Tensor:
     """Return the positions of a picture's tokens, (3, tokens), if it stands first."""
     types = torch.zeros(1, len(shown.token_ids), dtype=torch.long)
     types[0, list(shown.features)] = 1
-    taken = inspect.signature(model.get_rope_index).parameters
-    grids = {name: tensor for name, tensor in shown.tensors.items() if name in taken}
+    parameters = inspect.signature(model.get_rope_index).parameters
+    grids = {name: tensor for name, tensor in shown.tensors.items() if name in parameters}
     ids = torch.tensor([shown.token_ids])
     return model.get_rope_index(input_ids=ids, mm_token_type_ids=types, **grids)[0][:, 0]

@@ -40,7 +40,7 @@ class Routes:
         return len(self._taken)
 
     @property
-    def taken(self) -> NDArray[np.int16]:
+    def chosen_experts(self) -> NDArray[np.int16]:
         """(tokens, layers, experts of a token) those of the last call."""
         return torch.stack(self._taken, 1).to(torch.int16).cpu().numpy()
 

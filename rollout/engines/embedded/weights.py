@@ -121,18 +121,18 @@ def refuse_incomplete(model_dir: PathLike, model: Any, info: Mapping[str, Any]) 
     """Raise WeightsError unless the files hold all tensors of the model, in their shapes: transformers fills
     the others at random. `info`: what `from_pretrained` tells of the loading.
     """
-    whole, kind = model.state_dict().keys(), type(model).__name__
+    expected, kind = model.state_dict().keys(), type(model).__name__
     for name, in_files, in_model in sorted(info["mismatched_keys"]):
         raise WeightsError(
             f"{model_dir}: tensor {name!r} has shape {tuple(in_files)} in its files, and {tuple(in_model)} "
             f"in a {kind} of its config.json; give the weights and the config.json of one model"
         )
-    if lacking := sorted(whole & set(info["missing_keys"])):
+    if lacking := sorted(expected & set(info["missing_keys"])):
         unknown = sorted(info["unexpected_keys"])
-        others = f"; it does not know {len(unknown)} that are there, e.g. {unknown[0]!r}" if unknown else ""
+        extra = f"; it does not know {len(unknown)} that are there, e.g. {unknown[0]!r}" if unknown else ""
         raise WeightsError(
             f"{model_dir}: has no values for {len(lacking)} tensors of a {kind}, e.g. "
-            f"{', '.join(map(repr, lacking[:3]))}{others}; give a model that is whole"
+            f"{', '.join(map(repr, lacking[:3]))}{extra}; give a model that is whole"
         )
 
 

@@ -21,7 +21,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     read: list[Path] = []
     real = hashing.file_facts
 
-    def facts(path: Path, moved: hashing.Moved = hashing.unheard) -> hashing.FileFacts:
+    def facts(path: Path, moved: hashing.CountBytes = hashing.unheard) -> hashing.FileFacts:
         read.append(path)
         return real(path, moved)
 

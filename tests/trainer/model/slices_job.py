@@ -29,7 +29,7 @@ class Counted(Progress):
 
     bytes = 0
 
-    def moved(self, size: int) -> None:
+    def count_bytes(self, size: int) -> None:
         self.bytes += size
 
 

@@ -53,7 +53,7 @@ def found(learner: Learner) -> tuple[str, bool]:
     """What keeps sequences apart, and whether prompts are shared."""
     arrangement = learner.arrangement
     return (
-        arrangement.apart.value if arrangement.packing.several else "one a row",
+        arrangement.separation.value if arrangement.packing.several else "one a row",
         arrangement.packing.pairs_per_token > 0,
     )
 
@@ -349,7 +349,7 @@ def test_arrangements_have_one_number_where_they_are_used_alike() -> None:
     plain = Arrangement(kernels={Kernel.SPLIT: ""})
     others = [
         Arrangement(),
-        replace(plain, apart=SequenceSeparation.MASKS),
+        replace(plain, separation=SequenceSeparation.MASKS),
         replace(plain, packing=Packing(several=False)),
         replace(plain, packing=Packing(pairs_per_token=6.0)),
     ]

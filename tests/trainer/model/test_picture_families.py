@@ -51,7 +51,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(seen: Seen) -> None:
     learner = learner_of(seen)
-    packing, apart, name = learner.arrangement.packing, learner.arrangement.apart, seen.model.name
+    packing, apart, name = learner.arrangement.packing, learner.arrangement.separation, seen.model.name
     assert apart in (SequenceSeparation.POSITIONS, APART.get(name)) and packing.several == (
         name != "paligemma"
     )

@@ -106,7 +106,7 @@ def test_engine_records_the_routes_that_its_tokens_take_in_any_company(family: s
         assert routes.shape == (len(tokens) - 1, LAYERS, TAKEN)
         with torch.inference_mode():
             model(input_ids=torch.tensor([tokens[:-1]]))
-        assert (np.sort(routes) == np.sort(routes_of(model).taken)).all()
+        assert (np.sort(routes) == np.sort(routes_of(model).chosen_experts)).all()
 
 
 def logprobs(scorer: Scorer, tokens: list[int], routes: np.ndarray | None) -> torch.Tensor:

@@ -100,11 +100,13 @@ def without_vision(tensors: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple
 
 
 def is_sharded(shape: Shape, trainer: TrainerSettings, gpus: int) -> bool:
-    """Return whether the model is sharded when so many GPUs train it."""
+    """Return whether the model is sharded when so many GPUs train it. Here and below, with the layout
+    `hybrid`, those of a node.
+    """
     if trainer.shards_by_size:
         large = gpus > 1 and shape.all >= trainer.shard_from_parameters
         return large or trainer.tensor_parallel_size > 1
-    return trainer.layout == "sharded"
+    return trainer.layout in ("sharded", "hybrid")
 
 
 def held_bytes(shape: Shape, trainer: TrainerSettings, gpus: int) -> float:

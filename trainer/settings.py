@@ -59,9 +59,10 @@ class TrainerSettings(LossSettings):
 
     routing_replay: bool = False
     """Tokens of a mixture go to the experts that the engine chose (R3)."""
-    layout: Literal["auto", "replicated", "sharded"] = "auto"
-    """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2);
-    auto: sharded from `shard_from_parameters` on, where there are several ranks."""
+    layout: Literal["auto", "replicated", "sharded", "hybrid"] = "auto"
+    """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2),
+    or a shard of its node's (hybrid); auto: sharded from `shard_from_parameters` on, where there are several
+    ranks."""
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
     """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -164,7 +165,11 @@ class TrainerSettings(LossSettings):
                     "trainer.lora.rank=0",
                     "nothing could be trained; add trainer.lora.rank=16",
                 ),
-                (self.layout == "sharded", "trainer.layout=sharded", "each rank holds the whole model"),
+                (
+                    self.layout in ("sharded", "hybrid"),
+                    f"trainer.layout={self.layout}",
+                    "each rank holds the whole model",
+                ),
                 (self.cpu_offload, "trainer.cpu_offload=true", "that is for a sharded model"),
             ):
                 if is_given:

@@ -163,7 +163,7 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
     count = nodes * gpus
     names = [gpu["name"] for gpu in known]
     return {
-        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes)),
+        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes), nodes),
         "time": estimate.time_text(inputs.parameters, settings, count, names, active),
         **disk,
     }

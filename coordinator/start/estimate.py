@@ -56,26 +56,29 @@ Tensors = Mapping[str, tuple[int, ...]]
 """The shapes of a model's tensors, by name."""
 
 
-def memory_text(tensors: Tensors, trainer: TrainerSettings, count: int, gpu_bytes: float) -> str:
-    """Return in words the memory that training needs of each of `count` GPUs, and what to lower if they have
-    less.
+def memory_text(
+    tensors: Tensors, trainer: TrainerSettings, count: int, gpu_bytes: float, nodes: int = 1
+) -> str:
+    """Return in words the memory that training needs of each of `count` GPUs, over all nodes, and what to
+    lower if they have less.
     """
-    needed = _needed_bytes(tensors, trainer, count)
+    needed = _needed_bytes(tensors, trainer, count, nodes)
     text = f"training takes {needed / 1e9:.1f} GB or more of each GPU, which has {gpu_bytes / 1e9:.0f}"
     if needed <= ROOM * gpu_bytes:
         return text
     for less in _lower(trainer, count, is_sharded(Shape.from_tensors(tensors), trainer, count)):
-        if _needed_bytes(tensors, _with(trainer, less), count) <= ROOM * gpu_bytes:
+        if _needed_bytes(tensors, _with(trainer, less), count, nodes) <= ROOM * gpu_bytes:
             typed = " ".join(f"trainer.{name}={str(value).lower()}" for name, value in less.items())
             return f"{text}: too little; it fits with {typed}"
     return f"{text}: too little; take more GPUs, or a smaller model"
 
 
-def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int) -> float:
+def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int, nodes: int) -> float:
     rank = trainer.lora.rank
     text = without_vision(tensors) if trainer.freeze_vision else tensors
     adapters = rank * sum(_adapted(text, trainer.lora.targets)) if rank else 0
-    return least_bytes(Shape.from_tensors(tensors, adapters, trainer.freeze_vision), trainer, count)
+    sharing = count // nodes if trainer.layout == "hybrid" else count
+    return least_bytes(Shape.from_tensors(tensors, adapters, trainer.freeze_vision), trainer, sharing)
 
 
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:
@@ -88,7 +91,7 @@ def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:
 
 def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict[str, Any]]:
     """Yield settings that need less memory, from the one that costs the least speed on."""
-    layout = {} if sharded else {"layout": "sharded"}
+    layout = {} if sharded and trainer.layout != "hybrid" else {"layout": "sharded"}
     if layout and count > 1:
         yield layout
     split = layout if count > 1 else {}
@@ -98,7 +101,7 @@ def _lower(trainer: TrainerSettings, count: int, sharded: bool) -> Iterator[dict
     if adapters:
         yield {**layout, "cpu_offload": True}
         yield adapters
-    if trainer.layout != "sharded" and trainer.tensor_parallel_size == 1:
+    if trainer.layout not in ("sharded", "hybrid") and trainer.tensor_parallel_size == 1:
         yield {**adapters, "lora.base_dtype": "nf4"}
         yield {**adapters, "lora.base_dtype": "nf4", "max_tokens_per_microbatch": tokens // 2}
 

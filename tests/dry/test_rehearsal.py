@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qlora-1-gpu": ("Qwen/Qwen3-8B", 1, {}),
     "gsm8k-8-gpus": ("Qwen/Qwen3-8B", 8, {}),
     "offloaded": ("Qwen/Qwen3-8B", 1, {"layout": "sharded", "cpu_offload": True}),
+    "hybrid": ("Qwen/Qwen3-8B", 16, {"layout": "hybrid"}),
     "tensor-parallel": ("Qwen/Qwen3-8B", 8, {"tensor_parallel_size": 2}),
     "context-parallel": ("Qwen/Qwen3-8B", 8, {"context_parallel": 2, "max_tokens_per_microbatch": 32_768}),
     "sharded-lora": ("Qwen/Qwen2.5-7B-Instruct", 8, {"layout": "sharded", "lora": {"rank": 16}}),
@@ -121,7 +122,8 @@ def test_training_takes_the_memory_that_is_announced(
     tensors = make_model(tmp_path / "model", SHAPES[model])
     rank = settings.lora.rank
     adapters = rank * sum(estimate._adapted(tensors, settings.lora.targets)) if rank else 0
-    announced = least_bytes(Shape.from_tensors(tensors, adapters), settings, gpus)
+    sharing = 8 if settings.layout == "hybrid" else gpus
+    announced = least_bytes(Shape.from_tensors(tensors, adapters), settings, sharing)
     assert rehearsals.stdin and rehearsals.stdout
     print(json.dumps([str(tmp_path / "model"), str(gpus), settings.model_dump_json()]), file=rehearsals.stdin)
     found = json.loads(rehearsals.stdout.readline())

@@ -78,7 +78,7 @@ def _put_back(learner: Learner, published: Sequence[Tensor]) -> None:
 def _square(learner: Learner, parts: Sequence[Tensor]) -> float:
     """Return the squared norm of all weights, from each rank's parts; the same on all ranks."""
     every = gather_json(sum(float(part.float().square().sum()) for part in parts), "measuring the weights")
-    return sum(every) if learner.layout.sharded else max(every)
+    return _over_ranks(learner, every)
 
 
 def _saved_parts(learner: Learner, dtype: torch.dtype) -> list[Tensor]:
@@ -100,5 +100,11 @@ def _distance(learner: Learner, published: Sequence[Tensor], dtype: torch.dtype)
             square += float(difference.square().sum())
             largest = max(largest, float(difference.abs().max()))
     every = gather_json([square, largest], "comparing the repeated weights")
-    total = sum if learner.layout.sharded else max
-    return math.sqrt(total(square for square, _ in every)), max(largest for _, largest in every)
+    squares = _over_ranks(learner, [square for square, _ in every])
+    return math.sqrt(squares), max(largest for _, largest in every)
+
+
+def _over_ranks(learner: Learner, squares: Sequence[float]) -> float:
+    """Return the sum over the parts of one model, whose copies are alike."""
+    layout = learner.layout
+    return sum(squares) / layout.nodes if layout.sharded else max(squares)

@@ -74,9 +74,11 @@ def pieces(learner: Learner) -> dict[str, TensorPiece]:
     bytes_of_whole = {name: t.nbytes for name, t in tensors.items() if not isinstance(t, DTensor)}
     owner = spread(bytes_of_whole, 1 if _are_few(bytes_of_whole) else world)
     written = {}
-    for name, tensor in tensors.items():
+    layout = learner.layout
+    for number, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
-            piece = _shard(tensor, rank % learner.layout.tensor_parallel_size)
+            is_mine = number % layout.nodes == layout.node  # each node has all, and writes its share
+            piece = _shard(tensor, rank % layout.tensor_parallel_size) if is_mine else None
         else:
             piece = TensorPiece((0,) * tensor.ndim, tensor.to("cpu")) if owner[name] == rank else None
         if piece is not None:

@@ -32,7 +32,8 @@ class Learner(Policy):
 
     If the model is replicated, the gradients of all parameters are views of one flat tensor, which has room
     for a step's statistics too, so one call adds up everything over the ranks. If it is sharded, FSDP adds up
-    the gradients as they come, and each rank keeps its shard's.
+    the gradients as they come, and each rank keeps its shard's; where each node has a whole model, they are
+    added up over the nodes at the end.
     """
 
     def __init__(self, scorer: Scorer, layout: Layout = ALONE, optimizer: str = "adamw") -> None:
@@ -96,8 +97,10 @@ class Learner(Policy):
                 with waiting_for_peers("adding up the gradients"):
                     dist.all_reduce(self.summed)
             return self.sums.tolist(), torch.linalg.vector_norm(self.gradients).item()
-        with waiting_for_peers("adding up the norm of the gradients"):
+        with waiting_for_peers("adding up the gradients and their norm"):
             parallel.add_up_partial(self._partial, layout)
+            if layout.nodes > 1:
+                parallel.add_up_over_nodes(self._gradients(), layout, self.device)
             squares = [parallel.squared_norm_share(g, layout.world_size) for g in self._gradients()]
             square = torch.stack(squares).sum().to(self.device)
             sums = torch.cat([self.sums / layout.group_size, square[None]])
@@ -137,25 +140,22 @@ class Learner(Policy):
 
     @torch.no_grad()
     def take_over_lead(self) -> None:
-        """Make replicas equal to rank 0's: machines of different kinds round differently. Collective.
+        """Make copies equal to the first node's: machines of different kinds round differently. Collective.
 
-        A shard needs none of this: its only copies are in its tensor group, on one node.
+        The copies in a tensor group need none of this: they are on one node.
         """
-        if self.layout.sharded or self.layout.world_size == 1:
+        if (copies := self.layout.copies) is None:
             return
         values = list(self.parameters.values())
-        checksum = torch.stack([fingerprint(value) for value in values]).sum().cpu()
-        bounds = torch.stack([checksum, -checksum])
-        with waiting_for_peers("comparing the weights with rank 0's"):
-            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        checksum = torch.stack([fingerprint(parallel.local_part(value)) for value in values]).sum()
+        bounds = torch.stack([checksum, -checksum]).to(self.device)
+        with waiting_for_peers("comparing the weights with the first node's"):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=copies)
         if bounds[0] == -bounds[1]:
             return
-        sizes = [value.numel() for value in values]
-        torch.cat([value.flatten() for value in values], out=self.gradients)  # free between steps
-        with waiting_for_peers("taking over the weights of rank 0"):
-            dist.broadcast(self.gradients, src=0)
-        for value, flat in zip(values, self.gradients.split(sizes), strict=True):
-            value.copy_(flat.view_as(value))
+        with waiting_for_peers("taking over the weights of the first node"):
+            for value in values:
+                parallel.take_over_first(value, self.layout, self.device)
 
     def to_host(self) -> None:
         """Free the GPU for the engine: move weights and optimizer state to host memory, drop the gradients.

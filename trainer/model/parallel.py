@@ -1,7 +1,9 @@
-"""Lay a model out over the ranks: each holds all of it, or a shard (FSDP2, and tensor parallelism)."""
+"""Lay a model out over the ranks: each holds all of it, or a shard (FSDP2, and tensor parallelism), of one
+model over all nodes or of one on each.
+"""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -28,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from trainer.peers import waiting_for_peers
 from trainer.settings import TrainerSettings
 
 GRADIENTS_ADD_UP = "replicated_with_grad_allreduce"
@@ -58,7 +61,10 @@ class Layout:
     """Neighbouring ranks that share each layer and get the same microbatches."""
     sharded: bool = False
     mesh: DeviceMesh | None = None
-    """If sharded: the dimensions "data" and, with tensor_parallel_size > 1, "tensor"."""
+    """If sharded: the dimensions "nodes", if each of several holds a whole model, "data" and, with
+    tensor_parallel_size > 1, "tensor"."""
+    nodes: int = 1
+    """How many nodes hold a whole model, each of them sharded over its ranks."""
     context_parallel: int = 1
     """Neighbouring ranks that share each sequence and get the same microbatches; see model.context."""
     context_group: dist.ProcessGroup | None = None
@@ -73,6 +79,18 @@ class Layout:
     def data_rank(self) -> int:
         """This rank's place among the ranks that get different microbatches."""
         return self.rank // self.group_size
+
+    @property
+    def node(self) -> int:
+        """This rank's place among the `nodes`."""
+        return self.rank * self.nodes // self.world_size
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """This rank and those on other nodes that hold the same weights; None: no other does."""
+        if self.sharded:
+            return self.mesh["nodes"].get_group() if self.mesh is not None and self.nodes > 1 else None
+        return dist.group.WORLD if self.world_size > 1 else None
 
     def data_weights(self, rank_weights: Sequence[float]) -> list[float]:
         """(shares,) weights from one weight per global rank: ranks with the same microbatches have a sum."""
@@ -90,12 +108,14 @@ class Layout:
         grouped = dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         large = world_size > 1 and parameters >= settings.shard_from_parameters
-        sharded = settings.layout == "sharded" or (settings.shards_by_size and large)
+        sharded = settings.layout in ("sharded", "hybrid") or (settings.shards_by_size and large)
         size = settings.tensor_parallel_size
         if size > 1 and settings.layout == "auto":
             sharded = True
         if sharded and not grouped:
-            raise LayoutError("trainer.layout=sharded needs a process group; start training with torchrun")
+            raise LayoutError(
+                f"trainer.layout={settings.layout} needs a process group; start training with torchrun"
+            )
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         for name in ("tensor_parallel_size", "context_parallel"):
             ranks = getattr(settings, name)
@@ -111,14 +131,26 @@ class Layout:
             layout = replace(layout, context_parallel=ranks, context_group=group)
         if not sharded:
             return layout
-        if size == 1:
-            mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("data",))
-        else:
-            # "tensor" innermost: ranks of a node are neighbours.
-            mesh = init_device_mesh(
-                device.type, (world_size // size, size), mesh_dim_names=("data", "tensor")
-            )
-        return replace(layout, tensor_parallel_size=size, sharded=True, mesh=mesh)
+        nodes = _equal_nodes(on_node, world_size) if settings.layout == "hybrid" else 1
+        # "tensor" innermost: ranks of a node are neighbours.
+        sizes = {"nodes": nodes, "data": world_size // nodes // size, "tensor": size}
+        sizes = {name: count for name, count in sizes.items() if count > 1 or name == "data"}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return replace(layout, tensor_parallel_size=size, sharded=True, mesh=mesh, nodes=nodes)
+
+
+def _equal_nodes(on_node: int, world_size: int) -> int:
+    """Return how many nodes there are, all with `on_node` ranks. Collective. LayoutError if they differ."""
+    bounds = torch.tensor([-on_node, on_node])
+    with waiting_for_peers("comparing the training processes of the nodes"):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    fewest, most = -int(bounds[0]), int(bounds[1])
+    if fewest < most:
+        raise LayoutError(
+            f"trainer.layout=hybrid: nodes have {fewest} to {most} training processes, and each is to hold a "
+            "whole model in the same parts; take trainer.layout=sharded, or trainer.processes_per_node"
+        )
+    return world_size // on_node
 
 
 def shard(root: nn.Module, model: Any, layout: Layout, settings: TrainerSettings, on_gpu: bool) -> None:
@@ -200,6 +232,27 @@ def add_up_partial(parameters: Sequence[Tensor], layout: Layout) -> None:
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, total in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(total.view_as(gradient))
+
+
+def add_up_over_nodes(gradients: Iterable[Tensor], layout: Layout, device: torch.device) -> None:
+    """Add up the gradients of nodes that hold a whole model each: once a step, as those of its microbatches
+    are added up on each node.
+    """
+    for gradient in gradients:  # of all parameters: FSDP makes those of experts that a node has not asked
+        _with_copies(local_part(gradient), layout, device, dist.all_reduce)
+
+
+def take_over_first(parameter: Tensor, layout: Layout, device: torch.device) -> None:
+    """Make this rank's part of the parameter what the first of its copies has."""
+    _with_copies(local_part(parameter), layout, device, partial(dist.broadcast, group_src=0))
+
+
+def _with_copies(part: Tensor, layout: Layout, device: torch.device, call: Callable[..., Any]) -> None:
+    """Change a tensor in place by a collective call of all copies. In host memory it comes to `device`."""
+    value = part.to(device)
+    call(value, group=layout.copies)
+    if value is not part:
+        part.copy_(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -67,7 +67,9 @@ def _refuse(findings: Findings, measured: RunFigures) -> Callable[[Sequence[int]
             if undivided(train, size := getattr(trainer, setting)):
                 return f"trainer.{setting}={size} does not divide its devices"
         if findings.shape is not None and findings.gpu_bytes:
-            needed = least_bytes(findings.shape, trainer, len(train))
+            on_machines = Counter(measured.devices[number].machine for number in train).values()
+            sharing = min(on_machines) if trainer.layout == "hybrid" else len(train)
+            needed = least_bytes(findings.shape, trainer, sharing)
             if needed > findings.gpu_bytes:
                 has = findings.gpu_bytes / 1e9
                 return f"training takes at least {needed / 1e9:.0f} GB a GPU, which has {has:.0f}"

@@ -42,8 +42,9 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
             parameters, active = count_parameters(directory), count_active_parameters(directory)
         except WeightsError as error:
             raise SettingsError(f"--model {model}: {error}") from None
+    nodes = settings.cluster.num_nodes
     memory_bytes = estimate.MEMORIES[gpu] * 2**20
-    print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes))
+    print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes, nodes))
     print("time     ", estimate.time_text(parameters, settings, gpus, [gpu], active))
     if not settings.trainer.lora.rank:
         trained = parameters - Shape.from_tensors(shapes, 0, settings.trainer.freeze_vision).frozen

@@ -75,6 +75,14 @@ def test_too_little_memory_says_what_to_lower(
     assert text.partition(": too little; ")[2].removeprefix("it fits with ") == cure
 
 
+def test_each_of_several_nodes_may_hold_a_whole_model() -> None:
+    def text(layout: str, nodes: int, gpu_bytes: float) -> str:
+        return memory_text(TENSORS, TrainerSettings(layout=layout), 16, gpu_bytes, nodes)  # pyright: ignore
+
+    assert text("hybrid", 2, 80 * GB) == memory_text(TENSORS, TrainerSettings(layout="sharded"), 8, 80 * GB)
+    assert text("hybrid", 8, 44 * GB).endswith("too little; it fits with trainer.layout=sharded")
+
+
 def test_what_it_says_to_lower_is_enough() -> None:
     text = memory_text(TENSORS, TrainerSettings(), 1, 40 * GB)
     typed = dict(word.split("=") for word in text.rpartition("with ")[2].split())

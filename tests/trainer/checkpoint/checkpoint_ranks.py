@@ -179,14 +179,14 @@ def uninterrupted() -> None:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def go_on(layout: str, staging: str, base: str) -> Callable[[], None]:
-    """Iteration 2 from a checkpoint of iteration 1, in another layout."""
+def go_on(layout: str, staging: str, base: str, iteration: int = 2) -> Callable[[], None]:
+    """An iteration from a checkpoint of the one before, in another layout."""
 
     def story() -> None:
-        asked = with_layout(requests[1], layout, root / base, staging)
+        asked = with_layout(requests[iteration - 1], layout, root / base, staging)
         learner = load(asked)
         run(learner, asked, StateSaver(TIMEOUT_S))
-        compare(learner, 2, staging)
+        compare(learner, iteration, staging)
 
     return story
 
@@ -229,5 +229,7 @@ if __name__ == "__main__":
     in_job("two", 2, go_on("sharded", "two_2", "main_1"))
     in_job("copies", 2, go_on("replicated", "copies_2", "main_1"))
     in_job("alone", 1, go_on("replicated", "alone_2", "main_1"))
+    in_job("hybrid", 2, go_on("hybrid", "hybrid_2", "main_1"))
+    in_job("after_hybrid", 1, go_on("replicated", "after_hybrid_3", "hybrid_2", 3))
     in_job("back", 3, back_again)
     in_job("repeat", 2, repeats_what_has_no_state)

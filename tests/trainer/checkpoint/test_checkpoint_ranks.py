@@ -78,9 +78,15 @@ def claim(root: Path, name: str) -> float:
     return json.loads((root / "claims" / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("other", ["two_2", "copies_2", "alone_2", "back_3"])
+@pytest.mark.parametrize("other", ["two_2", "copies_2", "alone_2", "back_3", "hybrid_2", "after_hybrid_3"])
 def test_run_goes_on_exactly_on_another_number_of_ranks_and_in_another_layout(root: Path, other: str) -> None:
     assert claim(root, other) <= ROUNDED
+
+
+def test_nodes_that_hold_a_whole_model_each_share_the_writing_of_its_state(root: Path) -> None:
+    states = sorted((root / "hybrid_2" / "trainer_state").glob("*.safetensors"))
+    held = [load_file(path).keys() for path in states]
+    assert len(held) == 2 and held[0] and held[1] and not held[0] & held[1]
 
 
 def test_every_rank_writes_a_share_of_whole_tensors_that_transformers_loads(root: Path) -> None:

@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
 COMPARED = ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm", "mismatch_max")
 PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
+HYBRID = {"layout": "hybrid"}
 MUON: dict[str, Any] = {"optimizer": "muon", "eps": 0.1}
 """AdamW takes small steps on the smallest gradients, whose signs the rounding of Muon would decide."""
 HALF = {"save_dtype": "bfloat16"}
@@ -79,6 +80,13 @@ CASES = [
         "rank_weights": [2, 1, 1, 1],
         "settings": SHARDED | {"context_parallel": 2},
     },
+    {
+        "name": "hybrid",
+        "ranks": 4,
+        "rank_weights": [2, 1, 1, 1],
+        "on_node": [2] * 4,
+        "settings": HYBRID,
+    },
     {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
     {"name": "sharded_half", "ranks": 2, "rank_weights": [2, 1], "settings": SHARDED | HALF},
     {"name": "replicated_muon", "ranks": 2, "rank_weights": [2, 1], "settings": MUON},
@@ -111,6 +119,13 @@ CASES = [
         )
         for reward in [{"kl": "k1", "kl_in": kl_in, "advantage": advantage}]
     ),
+    {
+        "name": "hybrid_tensor",
+        "ranks": 4,
+        "rank_weights": [2, 1, 1, 1],
+        "on_node": [2] * 4,
+        "settings": HYBRID | {"tensor_parallel_size": 2},
+    },
 ]
 
 
@@ -148,6 +163,20 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
         }
         for family in (*DIVIDED, *UNDIVIDED)
     ]
+    cases += [
+        {
+            "name": name,
+            "model": family,
+            "ranks": len(on_node),
+            "rank_weights": [1] * len(on_node),
+            "on_node": on_node,
+            "settings": PLAIN | HYBRID,
+        }
+        for name, family, on_node in (("experts_hybrid", "qwen3_moe", [1, 1]), ("uneven", "model", [2, 2, 1]))
+    ]
+    cases.sort(
+        key=lambda case: "on_node" not in case
+    )  # their processes are forked, and must remember nothing
     (directory / "cases.json").write_text(json.dumps(cases))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -259,6 +288,23 @@ def test_two_ranks_share_the_sequences_of_a_family(job: Path, small_batch: Batch
     whole = load_file(job / f"{family}_divided.safetensors")
     for name, value in whole.items():
         torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=1e-5)
+
+
+def test_nodes_that_hold_a_whole_model_each_may_ask_different_experts(job: Path, small_batch: Batch) -> None:
+    settings = TrainerSettings(**PLAIN)
+    learner = build_learner(job / "qwen3_moe", CPU, settings)
+    stats = train(learner, small_batch, settings, max_tokens=24, report=lambda line: None)
+    about = json.loads((job / "experts_hybrid.json").read_text())
+    for mine, theirs in zip(stats, about["steps"], strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert theirs[name] == pytest.approx(getattr(mine, name), rel=1e-4, abs=1e-5), name
+    for name, value in load_file(job / "experts_hybrid.safetensors").items():
+        torch.testing.assert_close(value, learner.parameters[name].detach(), rtol=0, atol=1e-5)
+
+
+def test_nodes_of_unequal_size_that_should_hold_a_whole_model_each_are_refused(job: Path) -> None:
+    refusal = json.loads((job / "uneven.json").read_text())["refused"]
+    assert refusal.startswith("trainer.layout=hybrid: nodes have 1 to 2 training processes")
 
 
 @pytest.mark.parametrize("family", UNDIVIDED)

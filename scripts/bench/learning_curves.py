@@ -50,10 +50,15 @@ def main() -> None:
             shared["model"] = str(make_experts(seed, arguments.dir.absolute() / f"experts_{seed}"))
         for name, _, words in arms:
             lines = learn(arguments.dir / f"{name}_{seed}", {**shared, **settings_of(words.split())})
-            means = {each: statistics.mean(line[each] for line in lines) for each in APART}
-            means = {each: float(f"{mean:.2g}") for each, mean in means.items()}
+            means = {each: mean_of([line[each] for line in lines]) for each in APART}
             right = [round(line["reward"], 2) for line in lines]
             print(json.dumps({"arm": name, "seed": seed, "right": right, **means}), flush=True)
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Return the mean, in two digits, of the iterations that have trained."""
+    there = [value for value in values if value is not None]
+    return float(f"{statistics.mean(there):.2g}") if there else None
 
 
 def settings_of(words: Sequence[str]) -> dict[str, str]:

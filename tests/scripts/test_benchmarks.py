@@ -139,7 +139,7 @@ def test_arms_share_seed_model_and_settings_and_differ_in_their_own(
         given[directory.name] = settings
         build(settings)
         apart = {"kl_engine": 0.0123, "effective_samples": 1.0, "mismatch_max": 0.0}
-        return [{"reward": 0.411, **apart}, {"reward": 0.5, **apart}]
+        return [{"reward": 0.411, **apart}, {"reward": 0.5, **dict.fromkeys(apart)}]  # nothing to train on
 
     monkeypatch.setattr(bench, "learn", learn)
     monkeypatch.setattr(bench, "make_experts", lambda seed, directory: directory)

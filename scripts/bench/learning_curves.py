@@ -7,6 +7,29 @@ An arm is a name and the settings of its runs, separated by spaces. All arms hav
 settings that stand last, and the built-in model, or with --experts a mixture of as small experts that is
 taught the same. Prints a JSON line for each run, with the fraction of each iteration's samples that is right;
 and means over the iterations of what docs/monitoring.md has about the distance of engine and trainer.
+
+The fraction in iterations 1, 3, 4, 6 and 10, with iterations=10, means of seeds 0, 1 and 2:
+
+    default                                              .41 .66 .84 .94 .96
+    trainer.algorithm=maxrl                              .41 .66 .84 .93 .94
+    trainer.algorithm=sapo                               .41 .66 .84 .93 .94
+    trainer.algorithm=gmpo                               .41 .67 .84 .92 .94
+    trainer.algorithm=dppo                               .41 .67 .84 .93 .95
+    trainer.entropy_target=0.2                           .41 .66 .84 .93 .97
+    trainer.optimizer=muon trainer.learning_rate=1e-3    .41 .58 .73 .90 .95
+    trainer.lora.rank=16 trainer.learning_rate=3e-3      .41 .76 .87 .94 .97
+      trainer.lora.base_dtype=nf4                        .41 .75 .89 .87 .95    kl_engine .004 to .013
+    tiny.warmup_steps=300                                .14 .23 .25 .27 .27
+      trainer.algorithm=maxrl                            .14 .23 .20 .25 .27
+    --experts, compute_dtype and engine.dtype=bfloat16   .40 .65 .81 .90 .94    kl_engine 1e-5 to 3e-5
+      trainer.routing_replay=true                        .40 .65 .81 .90 .93    the same
+
+So none learns more than the default here, and a route that is replayed changes nothing where kl_engine is
+small. SmolLM2-135M in 4 bits (trainer.lora.rank=16 trainer.lora.base_dtype=nf4) has a kl_engine of 0.59, and
+0.26 effective_samples, on two iterations of scripts/recipes/capitals.jsonl with 16 tasks:
+
+    model=build/real/SmolLM2-135M-Instruct tasks=scripts/recipes/capitals.jsonl iterations=2
+    rollout.tasks_per_iteration=16 trainer.global_batch_size=128 engine.dtype=float32
 """
 
 import argparse

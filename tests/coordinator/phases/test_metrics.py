@@ -120,7 +120,7 @@ def test_engine_that_computes_another_policy_than_the_trainer_is_told_of() -> No
     assert metrics.disagreement({**rounded, "kl_engine": 0.01}, settings) is None
     assert metrics.disagreement({**line, "age_max": 2}, settings) is None, "older policies have sampled"
     coarse = loading.build({"trainer.lora.rank": 4, "trainer.lora.base_dtype": "nf4"})
-    smallest = {**line, "effective_samples": 0.55, "kl_engine": 0.3}
+    smallest = {**line, "effective_samples": 0.39, "kl_engine": 0.62}
     assert metrics.disagreement(smallest, coarse) is None, "SmolLM2-135M, as measured"
     assert "over a model in nf4" in str(metrics.disagreement(line, coarse))
     nothing = {"age_max": None, "effective_samples": None}

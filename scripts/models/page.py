@@ -34,7 +34,7 @@ long. None gets that long here: for Phi 3.5 the context is 4096 tokens, `--max-m
 
 PICTURES = """## With pictures
 
-`python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tries these with pictures. Of `mistral3`
+`python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tries these. Of `mistral3`
 transformers needs torchvision, of `smolvlm` num2words. vLLM for CPUs looks at pictures of `gemma3` causally.
 """
 CONTEXT = "context parallel"

@@ -110,4 +110,4 @@ def _pair(word: str) -> str:
 
 
 def _plain(typed: str) -> str:
-    return typed.strip().lstrip("-").replace("-", "_").lower()
+    return typed.strip(" +~:").lstrip("-").replace("-", "_").lower()

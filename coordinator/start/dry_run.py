@@ -12,16 +12,19 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, refuse_training_tasks
 from coordinator.start.inputs import (
+    TINY_CONTEXT,
     base_model_dir,
     engine_of,
     is_path,
     load_named,
     load_training_tasks,
     refuse_absent_directories,
+    refuse_no_name,
 )
 from coordinator.start.last_settings import changes
 from coordinator.start.log_path import check_log_path
 from coordinator.start.odd_settings import odd_settings
+from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.refusals_of_tasks import (
     look_at_text,
     refuse_no_evaluation,
@@ -33,6 +36,7 @@ from coordinator.start.run_json import fixed_by, has_run, read_run_json, refuse_
 from coordinator.start.start import last_start, resume_given
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
+from rollout.engines.kinds.choice import any_kind
 from rollout.engines.model_dir import WeightsError, model_files, policy_digest
 from rollout.settings import TINY
 from rollout.storage import known_files
@@ -83,6 +87,7 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path 
     if is_path(settings.model) or any(map(is_directory, places)):
         model = base_model_dir(settings, RunDir(Path()))
     elif settings.model != TINY:
+        refuse_no_name(settings.model)
         fetched.append(settings.model)
     if named:
         refuse_no_evaluation(settings, overrides, bool(named.eval_tasks or named.eval_sets))
@@ -103,6 +108,9 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path 
             look_at_text(settings, model, *tasks, engine_of(settings, MASTER), code)
     if root is not None and has_run(root):
         _refuse_changes(root, settings, model, None if fetched or not tasks else tasks[0])
+    if settings.model == TINY or model:
+        context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
+        fit_max_tokens(settings, overrides, context)
     return ", ".join(fetched) or None
 
 

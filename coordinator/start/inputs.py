@@ -1,6 +1,7 @@
 """Inputs that the settings name, loaded or found on this machine: tasks, reward, environment, model, GPUs."""
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ NODE_LOCAL = {*marked(RunSettings, Mark.PER_MACHINE)}
 """Settings about one machine."""
 TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
 """Parameters and context of builtin:tiny, which is not made yet when a run starts."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 STATE_BYTES = 12
 """Bytes that a state has of each trained parameter: its weight in float32, and two moments."""
 
@@ -270,6 +272,7 @@ def base_model_dir(
         if is_directory(candidate):
             refuse_run("--model", candidate)
             return candidate
+    refuse_no_name(settings.model)
     if is_path(settings.model):
         raise SettingsError(f"--model {settings.model}: {_why_none(Path(settings.model))}")
     if settings.model.startswith("builtin:"):
@@ -280,6 +283,14 @@ def base_model_dir(
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
         ) from None
+
+
+def refuse_no_name(model: str) -> None:
+    """Raise SettingsError for what names neither a directory nor a model of Hugging Face."""
+    if "://" in model or not (is_path(model) or model.startswith("builtin:") or _HUB_NAME.fullmatch(model)):
+        raise SettingsError(
+            f"--model {model}: is no directory, and no name on Hugging Face; give one, e.g. Qwen/Qwen3-0.6B"
+        )
 
 
 def refuse_run(option: str, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rollout.storage import files
 
 KEEPS_NOTHING = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs", "tracefs", "mqueue"}
 """Filesystems that show the kernel: no directory can be made there."""
+_REMOTE = re.compile(r"[\w.-]+:")
+"""How what is elsewhere begins: s3://bucket/run, node-a:/shared/run."""
 ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
@@ -29,6 +32,8 @@ def check_log_path(root: Path, option: str = "--log-path") -> None:
     is a mount that is not there, or a slip of the pen.
     """
     existing = next(path for path in (root, *root.parents) if files.exists(path))
+    if remote := next((part for part in root.parts if _REMOTE.fullmatch(part)), None):
+        raise SettingsError(f"{option} {root}: '{remote}' is no directory; give one that is mounted here")
     if not files.is_directory(existing):
         raise SettingsError(f"{option} {root}: {existing} is a file; give a directory")
     if existing == root and "config.json" in files.listing(root) and not has_run(root):

@@ -32,13 +32,19 @@ def rows(source: str, *, default_split: str = "train", images: str = "images") -
         yield from read_hub(source, default_split, images)
         return
     for file in _files(source):
+        if Path(file).is_fifo():
+            raise RowError(f"{file}: is a pipe, which can be read once alone; write it to a file first")
         try:
             yield from _READERS.get(kind(file), read_json)(file, images)
         except FileNotFoundError:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
             by_name = " (nothing is fetched: download it first)" if "://" in file else by_name
-            by_name = " (give several files as a pattern, e.g. 'data/*.jsonl')" if "," in file else by_name
+            is_list = "," in file or files.exists(Path(file.partition(" ")[0]))
+            by_name = " (give several files as a pattern, e.g. 'data/*.jsonl')" if is_list else by_name
             near = files.named_like(Path(file))
+            above = next(path for path in Path(file).absolute().parents if files.exists(path))
+            if above != Path(file).absolute().parent and Path(file).is_absolute():
+                near = f" (there is no {above / Path(file).relative_to(above).parts[0]})"
             raise RowError(
                 f"{file}: no such file{by_name}{near}; give a file of JSON lines, CSV, Parquet or Arrow, "
                 "builtin:arithmetic, builtin:products or reasoning_gym:NAME"

@@ -13,6 +13,11 @@ from rollout.tasks.file_kinds import RowError, TaskRow, hint_by_beginning
 _BOM = b"\xef\xbb\xbf"
 _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
 """What an object in one line calls the array of its rows."""
+_NO_JSON = {
+    "{'": "; JSON has double quotes, as Python's json.dumps writes them",
+    **dict.fromkeys(("//", "#"), "; JSON has no comments: remove it"),
+}
+"""What to do with a line of JSON lines that begins so."""
 _LONGEST_CELL = 2**31 - 1
 
 
@@ -49,6 +54,7 @@ def read_json(file: str, _images: str) -> Iterator[TaskRow]:
             where = f"{file}:{number}: not JSON: {error.msg} at column {error.colno}"
             is_spread = error.msg == "Extra data" or text.strip() == "{"
             advice = "; give each object one line (jq -c . FILE does)" if is_spread else ""
+            advice = next((way for begin, way in _NO_JSON.items() if text.lstrip().startswith(begin)), advice)
             raise RowError(f"{where}{_way_out(file) or advice}") from error
         except RecursionError as error:
             raise RowError(f"{file}:{number}: not usable JSON: nested too deeply") from error
@@ -170,6 +176,8 @@ def read_csv(file: str, _images: str) -> Iterator[TaskRow]:
             yield TaskRow(
                 file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
             )
+        if header and not number:
+            raise RowError(f"{file}: has a first row alone, which names the columns, e.g. prompt,answer")
     except UnicodeDecodeError as error:
         raise RowError(f"{file}, row {number + 1}: not UTF-8; save the file as UTF-8") from error
     except csv.Error as error:

@@ -78,6 +78,10 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--model", "a/b", "--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
         (["--data-path", "nosuch", "--tasks", "hf:a/b"], "--data-path nosuch: no such directory"),
         (["--log-path", "a file"], "a file; give a directory"),
+        (["--log-path", "s3://bucket/run"], "'s3:' is no directory; give one that is mounted here"),
+        (["--model", "hf:a/b"], "--model hf:a/b: is no directory, and no name on Hugging Face"),
+        (["--model", "https://hf.co/a/b"], "is no directory, and no name on Hugging Face"),
+        (["rollout.max_tokens=5000"], "rollout.max_tokens=5000 leaves no room for a prompt"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
     ):
         ended = run(*words, "--dry-run")

@@ -24,7 +24,7 @@ from coordinator.settings.loading import (
 )
 from coordinator.settings.tree import SettingsError
 
-MEANT = {"train": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
+MEANT = {"train": LOCAL, "start": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
          "version": "--version", "worker": "--worker RANK", "master": "--master",
          "metrics": "report"}  # fmt: skip
 """Commands by other names."""

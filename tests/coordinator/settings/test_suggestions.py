@@ -40,6 +40,8 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("temperature", "rollout.temperature"),
         ("--temprature", "rollout.temperature"),
         ("rollot.seed", "rollout.seed"),
+        ("++trainer.seed", "rollout.seed"),
+        ("iterations:", "iterations"),
         ("trainr", "trainer"),
         ("algorithm.adv_estimator", "trainer.algorithm"),
         ("actor_rollout_ref.rollout.n", "rollout.samples_per_task"),

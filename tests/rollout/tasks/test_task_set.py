@@ -1,6 +1,7 @@
 """Task files, the built-in tasks, and the pure functions that say which task a slot is."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
     ("line", "reason"),
     [
         ("{", "not JSON"),
+        ("{'prompt': 'a'}", "JSON has double quotes, as Python's json.dumps writes them"),
+        ("# harder ones", "JSON has no comments: remove it"),
         ('{"prompt": NaN}', "NaN is no JSON number; write null, or leave the field out"),
         ('{"prompt": "a"}{"prompt": "b"}', "Extra data at column 16; give each object one"),
         ('{\n"prompt": "a"\n}', "give each object one line (jq -c . FILE does)"),
@@ -67,6 +70,17 @@ def test_bad_line_is_an_error_that_names_file_line_and_reason(tmp_path: Path, li
         load(file)
     message = str(raised.value)
     assert message.startswith(f"{file}:2: ") and reason in message and "\n" not in message
+
+
+def test_pipe_and_a_file_in_a_directory_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TaskError, match=r"is a pipe, which can be read once alone; write it to a file"):
+        load(tmp_path / "pipe")
+    with pytest.raises(TaskError, match=rf"no such file \(there is no {tmp_path}/nfs\)"):
+        load(tmp_path / "nfs" / "data" / "tasks.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(TaskError, match=r"give several files as a pattern"):
+        load(Path(f"{tmp_path}/a.jsonl b.jsonl"))
 
 
 def test_column_of_another_field_does_not_hide_that_the_prompt_has_none(tmp_path: Path) -> None:

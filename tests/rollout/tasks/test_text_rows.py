@@ -28,6 +28,7 @@ DOCUMENTS = {
         (b'prompt\n"a\n', ", row 1: not CSV: unexpected end of data"),
         (b"messages\n[{\n", ", row 1: `messages` is not JSON"),
         (b"", ": holds no task"),
+        (b"1+2=,3\n", ": has a first row alone, which names the columns"),
     ],
 )
 def test_bad_csv_is_an_error_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:

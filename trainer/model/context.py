@@ -125,12 +125,16 @@ def _attend(
     compute = (
         ALL_ATTENTION_FUNCTIONS.get(name) or sys.modules[type(module).__module__].eager_attention_forward
     )
+    sinks = getattr(module, "sinks", None)
+    if sinks is not None:  # (heads,)
+        sinks = more["s_aux"] = sinks.chunk(ranks)[layout.rank % ranks]
     if key_heads % ranks:
         copies = math.lcm(key_heads, ranks) // key_heads
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    if sinks is not None or key_heads % ranks:
         groups = query.shape[1] // key.shape[1]
         causal = getattr(module, "is_causal", True)
-        module = SimpleNamespace(training=False, is_causal=causal, num_key_value_groups=groups)
+        module = SimpleNamespace(training=False, is_causal=causal, num_key_value_groups=groups, sinks=sinks)
     of_heads = _AllToAll.apply(layout.context_group, ranks, query, key, value)
     out, *_ = compute(module, *of_heads, attention_mask, **more)
     return _AllToAll.apply(layout.context_group, ranks, out)[0], None  # pyright: ignore[reportOptionalSubscript]

@@ -63,10 +63,10 @@ FAMILIES = {
     "falcon_mamba": False,  # the same, found out by an error inside FSDP's hooks
 }
 """Whether rows hold several sequences of these models."""
-DIVIDED = ("llama", "qwen3_moe", "mistral", "deepseek_v3", "afmoe")
-"""Families whose sequences two ranks share: experts, windows, latent attention, masks given by name."""
+DIVIDED = ("llama", "qwen3_moe", "mistral", "deepseek_v3", "afmoe", "gpt_oss")
+"""Families whose sequences two ranks share: experts, windows, latent attention, masks by name, sinks."""
 UNDIVIDED = {
-    "gpt_oss": "RuntimeError: Sizes of tensors must match",
+    "falcon": "RuntimeError: The size of tensor a",
     "qwen3_next": "scores are wrong by .*, as with recurrent layers",
 }
 """Families in which they cannot, and what is said."""

@@ -205,7 +205,7 @@ def _request(
     """
     from coordinator.console.commands.options import given_options
     from coordinator.console.commands.typos import settings_of
-    from coordinator.settings.loading import read_file
+    from coordinator.settings.settings_file import read_file
     from coordinator.start.request import StartRequest
 
     overrides: dict[str, Any] = read_file(config) if config else {}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
-from coordinator.settings.loading import build, read_file
+from coordinator.settings.loading import build
+from coordinator.settings.settings_file import read_file
 from coordinator.start.estimate import memory_text
 from tests.cluster.cluster import REPOSITORY, Cluster
 from tests.cluster.conftest import serving

@@ -113,7 +113,8 @@ def make_model(path: Path, shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def test_training_takes_the_memory_that_is_announced(
     case: str, rehearsals: "subprocess.Popen[str]", tmp_path: Path
 ) -> None:
-    from coordinator.settings.loading import build, read_file
+    from coordinator.settings.loading import build
+    from coordinator.settings.settings_file import read_file
     from coordinator.start import estimate
 
     model, gpus, more = CASES[case]

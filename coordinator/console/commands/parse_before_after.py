@@ -61,7 +61,7 @@ def evaluate(
     """Score a checkpoint of a run, or any model, on this machine; the run is only read."""
     from coordinator.console.commands.evaluate import evaluate as score
     from coordinator.console.commands.typos import settings_of
-    from coordinator.settings.loading import read_file
+    from coordinator.settings.settings_file import read_file
 
     overrides: dict[str, Any] = read_file(config) if config else {}
     named = {"eval_tasks": eval_tasks, "rollout.reward": reward, "rollout.environment": environment}

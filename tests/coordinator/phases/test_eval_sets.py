@@ -16,6 +16,7 @@ from coordinator.keeping.old_checkpoints import checkpoints_to_keep
 from coordinator.phases.eval_sets import scores
 from coordinator.settings import loading
 from coordinator.settings.keeping import CheckpointSettings
+from coordinator.settings.settings_file import read_file
 from coordinator.settings.tree import SettingsError
 from coordinator.start.request import StartRequest
 from coordinator.start.start import absolute, check_master
@@ -64,7 +65,7 @@ def test_settings_file_and_command_line_say_the_same(tmp_path: Path) -> None:
     text = '[eval.sets.a]\ntasks = "t.jsonl"\ntemperature = 0.5\n\n[eval.sets.a.columns]\nprompt = "q"\n'
     file.write_text(text)
     typed = ["eval.sets.a.tasks=t.jsonl", "eval.sets.a.temperature=0.5", "eval.sets.a.columns.prompt=q"]
-    assert loading.build(loading.read_file(file)) == built(*typed)
+    assert loading.build(read_file(file)) == built(*typed)
 
 
 @pytest.mark.parametrize("is_table", [True, False])

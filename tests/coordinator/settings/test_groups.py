@@ -15,6 +15,7 @@ from coordinator.machine.children import Children
 from coordinator.protocol.records import GivenSettings
 from coordinator.settings import loading
 from coordinator.settings.groups import OWN
+from coordinator.settings.settings_file import read_file
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs, python_of
 from coordinator.start.last_settings import with_kept
@@ -49,7 +50,7 @@ def test_group_of_a_file_and_of_the_command_line_say_the_same(tmp_path: Path) ->
         "cluster.groups.old.env.NCCL_IB_DISABLE=1",
         "cluster.groups.old.python=/opt/old/bin/python",
     )
-    said = loading.build({**FOUR, **loading.read_file(file)})
+    said = loading.build({**FOUR, **read_file(file)})
     assert said == built(*typed)
     assert [rank for rank in range(5) if said.cluster.group_of(rank)] == [0, 2, 3]
 

@@ -20,8 +20,8 @@ from coordinator.settings.loading import (
     option_name,
     overlay,
     parse_override,
-    read_file,
 )
+from coordinator.settings.settings_file import read_file
 from coordinator.settings.tree import RunSettings, SettingsError
 
 

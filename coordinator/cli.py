@@ -275,8 +275,9 @@ def main() -> int:
     shown = program if installs else command
     try:
         with importing():
-            app, rest = _app(names[0] if names else PROGRAM), with_all_resets(arguments[len(names) :], RESET)
-        return app(rest, prog_name=shown, standalone_mode=False) or 0
+            app = _app(names[0] if names else PROGRAM)
+            typed = with_all_resets(arguments[len(names) :], RESET)
+        return app(typed, prog_name=shown, standalone_mode=False) or 0
     except KeyboardInterrupt:
         return 130
     except (SettingsError, typer.TyperException, RuntimeError, OSError) as error:

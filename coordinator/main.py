@@ -67,8 +67,8 @@ def run_to_exit_code(start: NodeStart, prefix: Prefix, iterate: Callable[[Node],
         error = node.children.explained(explained(error))
         if not isinstance(error, EXPECTED):
             log.exception("unexpected error")
-        gone = f". {gone}" if (gone := node.outage.gone()) else ""
-        text = f"{node.messages.failure(error)}{gone}. {node.messages.repair()}"
+        where_gone = f". {where_gone}" if (where_gone := node.outage.absence()) else ""
+        text = f"{node.messages.failure(error)}{where_gone}. {node.messages.repair()}"
         return _end(node, NodeEnded(Exit.FAILED, text, "failed"))
     finally:
         node.close()

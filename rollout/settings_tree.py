@@ -22,18 +22,18 @@ class Settings(BaseModel):
         return checked
 
 
-def refuse_truth(given: Any, held: Any) -> None:
-    """Raise an error of pydantic for true or false in `given` where the setting holds a number."""
-    if isinstance(given, bool) and type(held) in (int, float):
-        number = "whole number" if isinstance(held, int) else "number"
+def refuse_truth(typed: Any, checked: Any) -> None:
+    """Raise an error of pydantic for true or false in `typed` where the setting holds a number."""
+    if isinstance(typed, bool) and type(checked) in (int, float):
+        number = "whole number" if isinstance(checked, int) else "number"
         raise PydanticCustomError("number", f"give a {number}, not true or false")  # pyright: ignore
-    if isinstance(given, bool | list | tuple) and isinstance(held, tuple):
-        given = (given,) if isinstance(given, bool) else given  # pyright: ignore
-        for pair in zip(given, held, strict=False):  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(typed, bool | list | tuple) and isinstance(checked, tuple):
+        typed = (typed,) if isinstance(typed, bool) else typed  # pyright: ignore
+        for pair in zip(typed, checked, strict=False):  # pyright: ignore[reportUnknownVariableType]
             refuse_truth(*pair)
-    elif isinstance(given, dict) and isinstance(held, dict):
-        for name, value in given.items():  # pyright: ignore[reportUnknownVariableType]
-            refuse_truth(value, held.get(name))  # pyright: ignore
+    elif isinstance(typed, dict) and isinstance(checked, dict):
+        for name, value in typed.items():  # pyright: ignore[reportUnknownVariableType]
+            refuse_truth(value, checked.get(name))  # pyright: ignore
 
 
 class Mark(Enum):

@@ -29,7 +29,7 @@ class ClaimedSlots:
         plan: Mapping[str, Any],
         claims: Claims,
         rank: int,
-        kept: int,
+        in_flight: int,
         again: Sequence[Slot],
         slots_of: Callable[[Sequence[int]], Awaitable[list[Slot]]],
         meter: Meter,
@@ -42,7 +42,7 @@ class ClaimedSlots:
     ) -> None:
         """Claim by a `plan` with chunks (see `rollout_steps.plan`).
 
-        - `kept`: how many slots the node has in flight
+        - `in_flight`: how many slots the node has in flight
         - `again`: the slots it begins with
         - `slots_of`: reads the tasks of slots
         - `meter`: how fast this node is
@@ -80,7 +80,7 @@ class ClaimedSlots:
         self._leaves = False
         self.waited_s = 0.0
         """Seconds in which this node had nothing to make, and left to others what was free."""
-        self.needed = kept + len(again)
+        self.needed = in_flight + len(again)
         self._late = 0
         """Needed groups that guests still make while nothing is free. Nobody waits for them for longer than
         for late groups of nodes (completion_threshold).
@@ -92,8 +92,8 @@ class ClaimedSlots:
     def expected(self) -> int:
         """How many groups this node will have claimed in the end, if all are as fast as is known."""
         rate = self._chunks.rates()
-        left = sum(len(self._chunks.chunks[number].slots) for number in self._free)
-        return self.needed - self._late + round(left * rate.get(self._rank, 0.0) / sum(rate.values()))
+        free_slots = sum(len(self._chunks.chunks[number].slots) for number in self._free)
+        return self.needed - self._late + round(free_slots * rate.get(self._rank, 0.0) / sum(rate.values()))
 
     @property
     def is_open(self) -> bool:
@@ -148,9 +148,9 @@ class ClaimedSlots:
     async def _look(self) -> bool:
         """List what is claimed; returns whether anything is free."""
         shown = await asyncio.to_thread(self._claims.look)
-        taken = self._mine | shown.claimed
+        claimed = self._mine | shown.claimed
         numbers = {chunk: shown.number(chunk, self._count) for chunk in range(len(self._chunks.chunks))}
-        free = {chunk: number for chunk, number in numbers.items() if number not in taken}
+        free = {chunk: number for chunk, number in numbers.items() if number not in claimed}
         now_s = asyncio.get_running_loop().time()
         if self._still_since_s is None or free != self._free:
             self._still_since_s = now_s
@@ -158,8 +158,8 @@ class ClaimedSlots:
         self._on_look()
         if self._guests is None:
             return bool(free)
-        others = [number for number in numbers.values() if number in taken - self._mine]
-        looking = (others, shown, self.from_guests, not free)
+        claimed_by_others = [number for number in numbers.values() if number in claimed - self._mine]
+        looking = (claimed_by_others, shown, self.from_guests, not free)
         making, uncounted = await asyncio.to_thread(self._guests.look, *looking)
         late = 0 if free else sum(len(self._chunks.chunks[number % self._count].slots) for number in making)
         self.needed += uncounted + late - self._late
@@ -193,8 +193,8 @@ class ClaimedSlots:
         """Claim one spare slot, if any is left."""
         first = len(self._chunks.chunks)
         while self._spare:
-            taken = self._mine | (await asyncio.to_thread(self._claims.look)).claimed
-            free = [first + k for k in range(len(self._spare)) if first + k not in taken]
+            claimed = self._mine | (await asyncio.to_thread(self._claims.look)).claimed
+            free = [first + k for k in range(len(self._spare)) if first + k not in claimed]
             if not free:
                 self._spare = []
                 return

@@ -93,10 +93,10 @@ class Collection:
             counted += order.quota.counts(group)
             show(group.slot)
 
-        collector.keep(order.kept)
+        collector.keep(order.in_flight)
         in_flight = len(collector.open_slots)
         # What the plan leaves with this node must be made in any case.
-        again = sorted({*order.kept, *order.again} - {*collector.open_slots, *order.given_up})
+        again = sorted({*order.in_flight, *order.again} - {*collector.open_slots, *order.given_up})
         for slot in await slots_of(order, node, list(order.given_up)):
             on_group(slot.tombstone(order.given_up[slot.number]))
         alone = [slot for slot in again if slot in order.alone]
@@ -126,12 +126,12 @@ class Collection:
             **({"from_guests": asdict(from_guests)} if from_guests and from_guests.parts else {}),
         }
 
-    async def _source(self, kept: int, again: Sequence[int]) -> SlotSource:
-        """Return the Source of the order's slots, those of `again` first; `kept` are in flight."""
+    async def _source(self, in_flight: int, again: Sequence[int]) -> SlotSource:
+        """Return the Source of the order's slots, those of `again` first; `in_flight` are in flight."""
         order, node, meter = self._order, self._node, self._collector.meter
         if order.claimed is None:
             slots = await slots_of(order, node, [*again, *order.slots])
-            return ListedSlots(slots, len(again) + order.needed, kept)
+            return ListedSlots(slots, len(again) + order.needed, in_flight)
         claims = Claims(
             self._run_dir, order.epoch, order.iteration, order.phase, order.rank,
             lambda path: node.send({"claimed": str(path)}), order.incarnation,
@@ -145,7 +145,7 @@ class Collection:
             self._own_chunks = OwnChunks(claims, meter, counts)
         directory = self._run_dir.trajectories(order.kind, order.iteration)
         self._claimed = ClaimedSlots(
-            order.claimed, claims, order.rank, kept, first, partial(slots_of, order, node), meter,
+            order.claimed, claims, order.rank, in_flight, first, partial(slots_of, order, node), meter,
             order.claim_pause_s, node.step, lambda: node.lost,
             lambda chunk: rest_of(chunk, directory, order.origin, counts), guests, self._own_chunks,
         )  # fmt: skip

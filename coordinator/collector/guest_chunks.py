@@ -27,7 +27,7 @@ class GuestsPresent(NamedTuple):
     """The guests, as the master sees them."""
 
     lost: Collection[int]
-    here: Mapping[int, int]
+    present: Mapping[int, int]
     """Who is there, by rank, as which incarnation."""
 
 
@@ -88,7 +88,7 @@ class GuestChunks:
         but not their files.
         """
         open_numbers, uncounted = list[int](), 0
-        if not shown.guests and not self._presence().here:
+        if not shown.guests and not self._presence().present:
             return open_numbers, uncounted
         for number in claimed:
             owner = self._owner(number)
@@ -117,9 +117,9 @@ class GuestChunks:
         """Return whether nobody makes a chunk: its `owner` is lost, or another process has its place; or
         nobody has been seen for long who could have claimed it.
         """
-        lost, here = self._presence()
-        if owner is not None and (owner.rank in here or owner.rank in lost):
-            return owner.rank in lost or here[owner.rank] > owner.incarnation
+        lost, present = self._presence()
+        if owner is not None and (owner.rank in present or owner.rank in lost):
+            return owner.rank in lost or present[owner.rank] > owner.incarnation
         return self._unseen.setdefault(number, Stopwatch(1.0)).look() > self._patience_s
 
     def _leave(self, shown: ClaimListing) -> None:

@@ -118,7 +118,7 @@ class CollectorHost:
                 self._is_working, self.in_flight = False, None
                 if listener.stop.is_set():
                     raise Stopped(str(death)) from None
-                again = len(work.begun) + len(work.order.kept)
+                again = len(work.begun) + len(work.order.in_flight)
                 log.error("the collector of this node %s: %d groups are begun again", death, again)
                 self._say("collector_lost", text=str(death))
                 work.after_death(str(death))

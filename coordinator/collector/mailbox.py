@@ -63,9 +63,9 @@ class Mailbox:
         except FileNotFoundError:  # nothing was sent yet
             os.stat(self._incoming.parent)
             return []
-        whole = data[: data.rfind(b"\n") + 1]  # the writer may be in the middle of a line
-        self._offset += len(whole)
-        return [loads(line) for line in whole.splitlines()]
+        lines = data[: data.rfind(b"\n") + 1]  # the writer may be in the middle of a line
+        self._offset += len(lines)
+        return [loads(line) for line in lines.splitlines()]
 
 
 def order_path(spool: Path, number: int) -> Path:

@@ -82,7 +82,7 @@ class Order:
     """For how long a guest may make chunks that the master has never seen beat."""
     is_held: bool = False
     """Whether nothing is published of what is finished: it is begun before its phase."""
-    kept: Sequence[int] = ()
+    in_flight: Sequence[int] = ()
     """Slots that are in flight in the collector from an order before, and go on."""
     again: Sequence[int] = ()
     """Slots that are made in any case, before the others."""

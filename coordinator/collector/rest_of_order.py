@@ -40,14 +40,14 @@ class OrderProgress:
     heard: Callable[[], None] = lambda: None
     """Is called for each message."""
 
-    def after_death(self, how: str) -> None:
+    def after_death(self, ending: str) -> None:
         """Take in that a collector has ended. Raises CollectorFailed if no other can do better."""
         self.deaths += 1
-        in_flight = set(self.order.kept) | self.begun
+        in_flight = set(self.order.in_flight) | self.begun
         if self.alone is not None:
-            self.given_up[self.alone] = f"a process ended while it made this group alone: {how}"
+            self.given_up[self.alone] = f"a process ended while it made this group alone: {ending}"
         elif not in_flight and self.deaths > 1:
-            raise CollectorFailed(f"the collector {how}")
+            raise CollectorFailed(f"the collector {ending}")
         elif self.alone is None:
             self.suspects = in_flight if self.suspects is None else self.suspects & in_flight or in_flight
         if len(self.given_up) >= ALL_FAILED_MIN and not self.durable:
@@ -60,13 +60,13 @@ class OrderProgress:
     def _rest(self) -> Order:
         """Return the order for what is not durable yet."""
         order = self.order
-        certain = set(order.kept) | set(order.again)
+        certain = set(order.in_flight) | set(order.again)
         done = self.durable | set(self.given_up)
         again = certain | (self.given_out if order.claimed is not None else set[int]())
         tombstones = len(self.given_up) if order.quota.slots == order.quota.needed else 0
         still = sorted(again - done)
-        rest = replace(
-            order, kept=(), again=still, slots=[slot for slot in order.slots if slot not in done],
+        rest_of_order = replace(
+            order, in_flight=(), again=still, slots=[slot for slot in order.slots if slot not in done],
             needed=max(0, self._needed - self.counted - tombstones - len(still)),
             given_up={slot: why for slot, why in self.given_up.items() if slot not in self.durable},
             first_part=self._first_part + PARTS * self.deaths,
@@ -74,13 +74,13 @@ class OrderProgress:
         is_second = self.deaths > 1 and self.suspects is not None
         alone = sorted((self.suspects or set[int]()) - done) if is_second else []
         if order.claimed is None:  # what is made alone is made in any case
-            rest = replace(
-                rest, again=sorted({*still, *alone}),
-                slots=[slot for slot in rest.slots if slot not in alone],
-                needed=max(0, rest.needed - len(set(alone) - set(still))),
+            rest_of_order = replace(
+                rest_of_order, again=sorted({*still, *alone}),
+                slots=[slot for slot in rest_of_order.slots if slot not in alone],
+                needed=max(0, rest_of_order.needed - len(set(alone) - set(still))),
             )  # fmt: skip
-        return replace(rest, alone=alone)
+        return replace(rest_of_order, alone=alone)
 
     def __post_init__(self) -> None:
         self._first_part = self.order.first_part
-        self._needed = self.order.needed + len({*self.order.kept, *self.order.again})
+        self._needed = self.order.needed + len({*self.order.in_flight, *self.order.again})

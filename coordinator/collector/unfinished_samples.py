@@ -85,14 +85,14 @@ def read(
     directory = run_dir.trajectories("train", iteration - 1)
     begun_here = {slot: begun[slot] for slot in slots if slot < len(begun)}
     for name, sha256 in sorted({(sample.file, sample.file_sha256) for sample in begun_here.values()}):
-        here = {sample.file_slot: slot for slot, sample in begun_here.items() if sample.file == name}
+        slot_of = {sample.file_slot: slot for slot, sample in begun_here.items() if sample.file == name}
         try:
             data = files.read(directory / name)
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise DamagedPart("it differs from the manifest's checksum")
             _, groups = decode_part(data)
         except (FileNotFoundError, DamagedPart) as error:
-            log.error("%s: %s; %d groups in it are begun again", directory / name, error, len(here))
+            log.error("%s: %s; %d groups in it are begun again", directory / name, error, len(slot_of))
             continue
-        by_slot |= {here[group.slot]: group for group in groups if group.slot in here}
+        by_slot |= {slot_of[group.slot]: group for group in groups if group.slot in slot_of}
     return by_slot

@@ -58,13 +58,13 @@ def read_chain(run_dir: RunDir, base_policy: str, only: Collection[int] = ()) ->
     digest. `base_policy`: the digest of the model that the run started from.
     """
     chain, known = Chain(), {0: base_policy}
-    there = published.checkpoints(run_dir)
-    for number in there:
+    checkpoints = published.checkpoints(run_dir)
+    for number in checkpoints:
         try:
             known[number] = published.read_result(run_dir.checkpoint(number)).policy
         except Incomplete:
             continue  # said below
-    for number in only or there:
+    for number in only or checkpoints:
         chain.broken += [
             f"iteration {number}: {problem}" for problem in _links(chain, run_dir, number, known)
         ]

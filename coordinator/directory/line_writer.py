@@ -70,9 +70,9 @@ class LineWriter:
             note = b"[%d lines are missing here: the file system did not take them]\n" % missing
             try:
                 file = file or self._path.open("ab", buffering=0)
-                left = memoryview((b"\n" if torn else b"") + b"".join(lines) + (note if missing else b""))
-                while left:
-                    left = left[file.write(left) :]
+                block = memoryview((b"\n" if torn else b"") + b"".join(lines) + (note if missing else b""))
+                while block:
+                    block = block[file.write(block) :]
                 reported, torn = reported + missing, False
             except OSError as error:  # ESTALE and others pass: the next batch opens the file again
                 if self._warns and lines and not self._failed:

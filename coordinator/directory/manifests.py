@@ -45,18 +45,18 @@ def manifest(
     mixed = 0
     missing = quota.needed
     for part, finished in first_finished(read_parts(directory, origin, named, set_aside=short is not None)):
-        taken: list[Group] = []
+        part_groups: list[Group] = []
         for group in finished:
             counts = quota.counts(group)
             # Of those that count no more than are needed: a spare one that came late would enlarge the batch.
             if group.slot < quota.slots and (missing or not counts):
                 missing -= counts
-                taken.append(group)
-        if taken:
+                part_groups.append(group)
+        if part_groups:
             first = first or part
-            mixed += sum(part.code != first.code and group.given_up is None for group in taken)
-            entries.append(part.entry([group.slot for group in taken]))
-            groups += taken
+            mixed += sum(part.code != first.code and group.given_up is None for group in part_groups)
+            entries.append(part.entry([group.slot for group in part_groups]))
+            groups += part_groups
     if short is not None and missing > short:
         unfinished = sorted(set(range(quota.slots)) - {group.slot for group in groups})
         raise Incomplete(

@@ -37,9 +37,9 @@ class NewLines:
             self._read, self._last = 0, b""
             data = self._bytes_from(0)
         data = data[len(self._last) :]
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        self._last = whole[whole.rfind(b"\n", 0, -1) + 1 :] or self._last
+        lines = data[: data.rfind(b"\n") + 1]
+        self._read += len(lines)
+        self._last = lines[lines.rfind(b"\n", 0, -1) + 1 :] or self._last
         return [line for text in data.splitlines() if (line := _parsed(text)) is not None], is_anew
 
     def _bytes_from(self, start: int) -> bytes:

@@ -158,15 +158,15 @@ def first_finished(parts: Iterable[Part]) -> Iterator[tuple[Part, list[Group]]]:
     parts = list(parts)
     finished = {group.slot for part in parts for group in part.groups if group.given_up is None}
     last_with = {group.slot: part for part in parts for group in part.groups if group.given_up is not None}
-    taken: set[int] = set()
+    slots: set[int] = set()
     for part in parts:
         groups = [
             group
             for group in part.groups
-            if (group.slot not in taken if group.given_up is None else last_with[group.slot] is part)
+            if (group.slot not in slots if group.given_up is None else last_with[group.slot] is part)
             and (group.given_up is None or group.slot not in finished)
         ]
-        taken.update(group.slot for group in groups)
+        slots.update(group.slot for group in groups)
         yield part, groups
 
 

@@ -152,10 +152,10 @@ def verify_checkpoint(
             return False
 
     with contextlib.ExitStack() as stack:
-        each = map
+        map_all = map
         if threads > 1:  # a process does not end before the threads of a pool do
-            each = stack.enter_context(ThreadPoolExecutor(min(threads, cores()))).map
-        for name, is_whole in zip(names, each(verify, names), strict=True):
+            map_all = stack.enter_context(ThreadPoolExecutor(min(threads, cores()))).map
+        for name, is_whole in zip(names, map_all(verify, names), strict=True):
             if not is_whole:
                 raise Incomplete(f"{directory / name} is missing or differs from {RESULT}")
     return result

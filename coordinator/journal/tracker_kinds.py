@@ -148,9 +148,9 @@ class MLflow:
         project = run.settings.metrics.project
         experiment = self._client.get_experiment_by_name(project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        there = self._client.search_runs([place], filter_string=f"tags.{self.TAG} = '{run.run_id}'")
-        if there:  # the run goes on
-            self._id = there[0].info.run_id
+        runs = self._client.search_runs([place], filter_string=f"tags.{self.TAG} = '{run.run_id}'")
+        if runs:  # the run goes on
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {self.TAG: run.run_id}

@@ -52,11 +52,11 @@ def retire_checkpoints(node: Node, iteration: Iteration) -> list[Path]:
     and what trainings have left that did not come to an end.
     """
     run_dir = node.run_dir
-    there = _whole(node)
+    checkpoints = _whole(node)
     sampling = node.settings.cluster.max_async_level + 1  # the next iterations are sampled by these
-    stay = checkpoints_to_keep(there, node.finished.look().score, node.settings.checkpoints, sampling)
-    verified = _newest_verified(node, there, set(there) - stay)
-    for number in sorted(set(there) - stay):
+    stay = checkpoints_to_keep(checkpoints, node.finished.look().score, node.settings.checkpoints, sampling)
+    verified = _newest_verified(node, checkpoints, set(checkpoints) - stay)
+    for number in sorted(set(checkpoints) - stay):
         if number < verified:
             files.rename(run_dir.checkpoint(number), run_dir.removed(number, node.record.epoch))
             node.policies.forget(number)
@@ -78,14 +78,14 @@ def _whole(node: Node) -> list[int]:
     return published.checkpoints(node.run_dir)
 
 
-def _newest_verified(node: Node, there: Sequence[int], spare: Collection[int]) -> int:
+def _newest_verified(node: Node, checkpoints: Sequence[int], spare: Collection[int]) -> int:
     """Return the newest verified checkpoint: none goes that is newer, or there might be none to fall back to.
 
     If the background does not keep up, so that the disk would fill, the master verifies one here.
     """
-    newest = next((number for number in reversed(there) if node.policies.is_verified(number)), 0)
+    newest = next((number for number in reversed(checkpoints) if node.policies.is_verified(number)), 0)
     if sum(number >= newest for number in spare) > UNVERIFIED:
-        newest = there[-1]
+        newest = checkpoints[-1]
         try:
             node.policies.verify_now(newest, node.reading())
         except Incomplete as error:

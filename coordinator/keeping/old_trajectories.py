@@ -32,8 +32,8 @@ def retire_iterations(node: Node, iteration: Iteration) -> list[Path]:
             for directory in _directories(run_dir, number):
                 _rename(directory)
             names.append(_removed(run_dir.batch(number)).name)
-    gone = [name.removeprefix(REMOVED) for name in names if name.startswith(REMOVED)]
-    numbers = [number for name in gone if (number := parse_iteration_name(name)) is not None]
+    removed = [name.removeprefix(REMOVED) for name in names if name.startswith(REMOVED)]
+    numbers = [number for name in removed if (number := parse_iteration_name(name)) is not None]
     return [_removed(directory) for number in numbers for directory in _directories(run_dir, number)]
 
 
@@ -45,9 +45,11 @@ def first_needed(node: Node) -> int:
     that turns out to be damaged is made anew, of the trajectories of its replay window.
     """
     run_dir, settings = node.run_dir, node.settings
-    there = [0, *published.checkpoints(run_dir)]
-    verified = next(number for number in reversed(there) if not number or node.policies.is_verified(number))
-    oldest = min(there[-settings.checkpoints.keep_last :][0], verified)
+    checkpoints = [0, *published.checkpoints(run_dir)]
+    verified = next(
+        number for number in reversed(checkpoints) if not number or node.policies.is_verified(number)
+    )
+    oldest = min(checkpoints[-settings.checkpoints.keep_last :][0], verified)
     return newest_state(run_dir, oldest) + 1 - (settings.trainer.replay_window - 1)
 
 

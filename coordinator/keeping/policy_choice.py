@@ -29,10 +29,10 @@ def awaited_sampler(node: Node, number: int) -> int | None:
     of `sampled_by`, or, where only newer ones are there, the oldest of these, since nobody will make it
     again. None: it is not there yet.
     """
-    sampler, there = sampled_by(number, node.settings), published.checkpoints(node.run_dir)
-    if sampler == 0 or sampler in there:
+    sampler, checkpoints = sampled_by(number, node.settings), published.checkpoints(node.run_dir)
+    if sampler == 0 or sampler in checkpoints:
         return sampler
-    return min((other for other in there if sampler < other < number), default=None)
+    return min((other for other in checkpoints if sampler < other < number), default=None)
 
 
 def next_to_run(node: Node, number: int) -> int:
@@ -42,12 +42,12 @@ def next_to_run(node: Node, number: int) -> int:
     metrics.jsonl has lost its last lines, the newest checkpoint is what the run has come to.
     """
     if node.settings.kind in resume.TRAINS:
-        there = published.checkpoints(node.run_dir)
-        if there and there[-1] >= number:
-            return there[-1]
-        gone = (there[-1] if there else 0) + 1
-        if gone < number and published.read_manifest(node.run_dir, "train", gone) is not None:
-            return gone
+        checkpoints = published.checkpoints(node.run_dir)
+        if checkpoints and checkpoints[-1] >= number:
+            return checkpoints[-1]
+        next_number = (checkpoints[-1] if checkpoints else 0) + 1
+        if next_number < number and published.read_manifest(node.run_dir, "train", next_number) is not None:
+            return next_number
     return number
 
 
@@ -97,8 +97,8 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
     if opened is not None:
         target = min(opened["policy_iteration"], base.iteration)
     while True:
-        there = [number for number in published.checkpoints(node.run_dir) if number <= base.iteration]
-        number = nearest(target, there)
+        checkpoints = [number for number in published.checkpoints(node.run_dir) if number <= base.iteration]
+        number = nearest(target, checkpoints)
         if number == base.iteration:
             return base
         try:
@@ -111,9 +111,9 @@ def sampler_of(node: Node, iteration: Iteration, base: Policy, opened: Mapping[s
         return node.policies.policy_of(number)
 
 
-def _say_gone(gone: int, sampled: int, sampler: int) -> None:
+def _say_gone(missing: int, sampled: int, sampler: int) -> None:
     text = "the checkpoint of iteration %d is gone: iteration %d is sampled by that of iteration %d"
-    log.error(text, gone, sampled, sampler)
+    log.error(text, missing, sampled, sampler)
 
 
 def nearest(target: int, checkpoints: Sequence[int]) -> int:
@@ -129,7 +129,8 @@ def nearest(target: int, checkpoints: Sequence[int]) -> int:
 def served_next(node: Node, iteration: Iteration) -> Policy:
     """Return the policy that samples the iteration after this one, which has just been trained."""
     target = sampled_by(iteration.number + 1, node.settings)
-    there = published.checkpoints(node.run_dir)
-    if target and target not in there:  # published a moment ago: this client may believe an older listing
-        there = published.checkpoints(node.run_dir, node.watch.listings.list_anew)
-    return node.policies.policy_of(nearest(target, there))
+    checkpoints = published.checkpoints(node.run_dir)
+    # Published a moment ago: this client may believe an older listing.
+    if target and target not in checkpoints:
+        checkpoints = published.checkpoints(node.run_dir, node.watch.listings.list_anew)
+    return node.policies.policy_of(nearest(target, checkpoints))

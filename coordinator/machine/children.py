@@ -159,9 +159,9 @@ class Children:
         """
         # PyTorch would run what it finds in a folder of /tmp whose name other users can guess.
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(own_folder("compiled"))}
-        theirs = self.group.env if self.group else {}
-        ours = {**PASSIVE_THREADS, **KEPT_MEMORY, **compiled}
-        environment = {**ours, **os.environ, **self._shared, **theirs, **(env or {})}
+        of_group = self.group.env if self.group else {}
+        defaults = {**PASSIVE_THREADS, **KEPT_MEMORY, **compiled}
+        environment = {**defaults, **os.environ, **self._shared, **of_group, **(env or {})}
         if shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ChildError(f"cannot start {name}: no program {argv[0]!r}; is it installed, and in PATH?")
         with self._lock:

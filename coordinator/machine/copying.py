@@ -46,10 +46,10 @@ def fill(entry: Path, order: CopyOrder) -> None:
             raise StoreError(_no_room(source, entry.parent, size, free))
         part.mkdir()
         with ExitStack() as stack:
-            each = map
+            map_all = map
             if order.threads > 1:  # a process does not end before the threads of a pool do
-                each = stack.enter_context(ThreadPoolExecutor(order.threads)).map
-            rebuilt = sum(each(partial(_copy, order, part), order.files))
+                map_all = stack.enter_context(ThreadPoolExecutor(order.threads)).map
+            rebuilt = sum(map_all(partial(_copy, order, part), order.files))
         part.rename(entry / COPY)
     except BaseException as error:
         shutil.rmtree(entry, ignore_errors=True)
@@ -63,8 +63,8 @@ def fill(entry: Path, order: CopyOrder) -> None:
     if order.links:
         log.info("%s holds weights in another layout too: %s has links to its own", source, entry / COPY)
         return
-    how = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
-    log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, how)
+    delta_text = f" ({rebuilt / 1e9:.2f} GB by a delta)" if rebuilt else ""
+    log.info("%s was copied to this machine: %.2f GB in %.1f s%s", source, size / 1e9, seconds, delta_text)
 
 
 def _copy(order: CopyOrder, target: Path, name: str) -> int:

@@ -168,11 +168,11 @@ class EngineHost:
         self,
         settings: EngineSettings,
         check: Callable[[], None],
-        over: threading.Event,
+        generation_over: threading.Event,
         on_generated: Callable[[Generated], None] = lambda _: None,
     ) -> None:
-        """While requests run, until `over`, start this node's server again, at the same URL, when it has died
-        or hangs. `on_generated` hears what it has generated since the last time.
+        """While requests run, until `generation_over`, start this node's server again, at the same URL, when
+        it has died or hangs. `on_generated` hears what it has generated since the last time.
 
         The client tries the requests that were in flight again, with the same seeds; finished ones are not
         asked twice. EngineError after `max_restarts`.
@@ -180,12 +180,12 @@ class EngineHost:
 
         def check_or_end() -> None:
             check()
-            if over.is_set():
+            if generation_over.is_set():
                 raise _NoLongerNeeded
 
         answered_s, restarts = time.monotonic(), 0
         before: Generated | None = None
-        while not over.wait(MIND_S):
+        while not generation_over.wait(MIND_S):
             if self._child is None or self._admin is None:
                 continue
             if self._child.poll() is None:
@@ -199,11 +199,11 @@ class EngineHost:
                 if health is not False and time.monotonic() - answered_s < settings.health_timeout_s:
                     continue
             restarts += 1
-            how = f"the engine at {self.url} died or did not answer for {settings.health_timeout_s:g} s"
+            fault = f"the engine at {self.url} died or did not answer for {settings.health_timeout_s:g} s"
             if restarts > settings.max_restarts:
                 times = f"{restarts} times in one rollout"
-                raise EngineError(f"{how}, {times}; its last words:\n{self._child.tail(20)}")
-            log.error("%s: starting it again (%d of %d)", how, restarts, settings.max_restarts)
+                raise EngineError(f"{fault}, {times}; its last words:\n{self._child.tail(20)}")
+            log.error("%s: starting it again (%d of %d)", fault, restarts, settings.max_restarts)
             self._starts_again = True
             try:
                 self._child.kill()

@@ -99,20 +99,20 @@ def lock_of(path: Path) -> BaseFileLock:
     """
     if is_lockable(path.parent):
         return FileLock(path)
-    held = path.with_suffix(".held")
-    _remove_empty(held)
-    return SoftFileLock(held)
+    path_of_lock = path.with_suffix(".held")
+    _remove_empty(path_of_lock)
+    return SoftFileLock(path_of_lock)
 
 
-def _remove_empty(held: Path) -> None:
+def _remove_empty(path: Path) -> None:
     """Remove a lock's file that stays empty: a holder that lives writes its pid at once."""
     with contextlib.suppress(FileNotFoundError):
-        if (before := held.stat()).st_size:
+        if (before := path.stat()).st_size:
             return
         time.sleep(EMPTY_S)
-        if held.stat() == before:
-            log.warning("%s is empty: its holder was killed before it had written its pid", held)
-            held.unlink()
+        if path.stat() == before:
+            log.warning("%s is empty: its holder was killed before it had written its pid", path)
+            path.unlink()
 
 
 def if_stale(lock: BaseFileLock) -> str:
@@ -159,10 +159,10 @@ def name_of_run(run_json: Path, run_id: str) -> str:
     return f"{run_id}.{retry('look at', run_json, changed_ns, run_json):x}"
 
 
-def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFileLock:
+def hold_for_process(name: str, whose: str, check: Callable[[], None]) -> BaseFileLock:
     """Acquire the lock `name` for as long as this process lives, and kill an older holder that does not end.
 
-    `who` is for the error, Ended.
+    `whose` is for the error, Ended.
     Beside the lock file, another one says which process holds it: pids are used again.
     """
     lock = host_lock(name)
@@ -170,10 +170,8 @@ def hold_for_process(name: str, who: str, check: Callable[[], None]) -> BaseFile
     if not acquire(lock, check, HOLDER_PATIENCE_S):
         _kill(holder)
         if not acquire(lock, check, HOLDER_PATIENCE_S):
-            text = (
-                f"another process of {who} on this host does not end; its pid is in {holder}{if_stale(lock)}"
-            )
-            raise NodeEnded(Exit.FAILED, text)
+            text = f"another process of {whose} on this host does not end; its pid is in {holder}"
+            raise NodeEnded(Exit.FAILED, f"{text}{if_stale(lock)}")
     holder.write_text(json.dumps(_facts(psutil.Process())))
     return lock
 

@@ -28,8 +28,10 @@ def _lacks(python: str, env: tuple[tuple[str, str], ...]) -> str:
         return "there is no such program; install it there, or name another one"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it does not run ({error})"
-    answer, here = done.stdout.decode(errors="replace").strip(), version("flagpost")
+    answer, needed = done.stdout.decode(errors="replace").strip(), version("flagpost")
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit {done.returncode}"
-        return f"flagpost is not installed for it ({why}); install flagpost {here}"
-    return "" if answer == here else f"it has flagpost {answer}, the node {here}; install the same for both"
+        return f"flagpost is not installed for it ({why}); install flagpost {needed}"
+    return (
+        "" if answer == needed else f"it has flagpost {answer}, the node {needed}; install the same for both"
+    )

@@ -130,8 +130,8 @@ def has_ipv6_alone() -> bool:
 def own_names() -> set[str]:
     """Return the names and addresses of this machine, those by which it reaches itself included."""
     host = socket.gethostname()
-    mine = {address.ip for address in local_addresses()}
-    return {host, host.partition(".")[0], "localhost", LOOPBACK, *mine}
+    addresses = {address.ip for address in local_addresses()}
+    return {host, host.partition(".")[0], "localhost", LOOPBACK, *addresses}
 
 
 def this_peer() -> Peer:
@@ -152,29 +152,29 @@ def source_towards(ip: str) -> str | None:
 
 
 def address_towards(
-    mine: Peer, peers: Sequence[Peer], *, route: Callable[[str], str | None] = source_towards
+    own_peer: Peer, peers: Sequence[Peer], *, route: Callable[[str], str | None] = source_towards
 ) -> str:
     """Return the one address of this node under which all `peers` can reach it. Equal input gives an equal
     answer.
 
     Loopback if all peers are on this host, or there are none. Otherwise an address that the route to each
     of the other hosts takes; among several, one in the same subnet as most of these hosts, then the first
-    in `mine`. An address that two hosts have (docker0) identifies neither and is ignored. NetworkError if
+    in `own_peer`. An address that two hosts have (docker0) identifies neither and is ignored. NetworkError if
     no address serves. `route` says which local address leads to an IP.
     """
-    others = list({peer.identity: peer for peer in peers if peer.identity != mine.identity}.values())
-    if not others:
+    hosts = list({peer.identity: peer for peer in peers if peer.identity != own_peer.identity}.values())
+    if not hosts:
         return LOOPBACK
-    seen = Counter(ip for host in [mine, *others] for ip in {address.ip for address in host.addresses})
-    candidates = [address for address in mine.addresses if seen[address.ip] == 1]
+    hosts_of = Counter(ip for host in [own_peer, *hosts] for ip in {address.ip for address in host.addresses})
+    candidates = [address for address in own_peer.addresses if hosts_of[address.ip] == 1]
     # Of each other host: the routes to its addresses, as pairs of my address and its address.
     routes = [
-        [(route(address.ip), address.ip) for address in host.addresses if seen[address.ip] == 1]
-        for host in others
+        [(route(address.ip), address.ip) for address in host.addresses if hosts_of[address.ip] == 1]
+        for host in hosts
     ]
     serving = [c for c in candidates if all(any(source == c.ip for source, _ in pairs) for pairs in routes)]
     if not serving:
-        raise NetworkError(_why_none(mine, others, routes))
+        raise NetworkError(_why_none(own_peer, hosts, routes))
 
     def neighbours(candidate: Address) -> int:
         """Hosts that it reaches in its own subnet."""
@@ -186,16 +186,16 @@ def address_towards(
     return max(serving, key=neighbours).ip  # max takes the first of equals
 
 
-def _why_none(mine: Peer, others: Sequence[Peer], routes: list[list[tuple[str | None, str]]]) -> str:
+def _why_none(own_peer: Peer, hosts: Sequence[Peer], routes: list[list[tuple[str | None, str]]]) -> str:
     lines = [
         f"  {host}: "
         + (", ".join(f"{ip} via {source or 'no route'}" for source, ip in pairs) or "none is its own")
-        for host, pairs in zip(others, routes, strict=True)
+        for host, pairs in zip(hosts, routes, strict=True)
     ]
     if has_ipv6_alone():
         return f"this node has {ONLY_IPV6}"
     return (
-        f"no address of this node leads to all other nodes. Candidates: {mine}. Routes to the others:\n"
+        f"no address of this node leads to all other nodes. Candidates: {own_peer}. Routes to the others:\n"
         + "\n".join(lines)
         + "\nPut all nodes into one network, or give this node a route to each (see `ip route get ADDRESS`)."
     )

@@ -42,32 +42,32 @@ class DirectoryOutage:
         """Since when the run is not listed, on a filesystem that is mounted as it was."""
 
     def look_for_run(self) -> None:
-        """Raise Ended once it is clear that somebody has moved or removed the run directory: it is `gone` for
+        """Raise Ended once it is clear that somebody has moved or removed the run directory: it is gone for
         RETRY_S. Called after a failed heartbeat, in the thread that beats: it may hang with the mount.
         """
-        now_s, gone = time.monotonic(), self.gone()
-        if not gone:
+        now_s, reason = time.monotonic(), self.absence()
+        if not reason:
             self._missed_s = None
         elif self._missed_s is None:
             self._missed_s = now_s
         elif now_s - self._missed_s > RETRY_S:
-            raise NodeEnded(Exit.FAILED, f"{gone}. {self._messages.repair()}")
+            raise NodeEnded(Exit.FAILED, f"{reason}. {self._messages.repair()}")
 
     def is_cut_off(self) -> bool:
         """Return whether the directory does not take this node's beats just now, or is not mounted as it was:
         then any error may come of that, a missing file by whatever name its reader gives it.
         """
-        return self._watch.away is not None or not self._is_mounted()
+        return self._watch.refusal is not None or not self._is_mounted()
 
-    def gone(self) -> str:
+    def absence(self) -> str:
         """Return a message if the run directory's mount is as before, and does not list the run; else an
         empty text. A mount that is gone itself may come back, so it is waited for.
         """
         if not self._is_mounted() or is_listed(self._identity.run_dir.run_json):
             return ""
-        there = f"{self._mount.point} is mounted as before, and has no run there"
+        evidence = f"{self._mount.point} is mounted as before, and has no run there"
         cure = "Move it back, or give its new place as --log-path"
-        return f"{self._identity.root} was moved or removed: {there}. {cure}"
+        return f"{self._identity.root} was moved or removed: {evidence}. {cure}"
 
     def _is_mounted(self) -> bool:
         return find_mount(self._resolved) == self._mount
@@ -96,12 +96,12 @@ class DirectoryOutage:
         deadline_s = time.monotonic() + cluster.rejoin_timeout_s
         while not fence.wait_until_back(cluster.beat_interval_s / 4):
             self._phase_endings.check_self()
-            if is_master and not heart.was_seen and self._watch.away is None:
+            if is_master and not heart.was_seen and self._watch.refusal is None:
                 unseen = f"{root} takes this node's heartbeats, but has shown none of them"
                 text = f"{unseen} for {fence.limit_s:.0f} s, so no node could see another"
                 raise NodeEnded(Exit.FAILED, f"{text}; on this machine: {self._messages.doctor_command()}")
             if time.monotonic() > deadline_s:
-                why = f" ({self._watch.away})" if self._watch.away else ""
+                why = f" ({self._watch.refusal})" if self._watch.refusal else ""
                 silent = f"{root} took no heartbeat for {cluster.rejoin_timeout_s:.0f} s{why}"
                 raise NodeEnded(Exit.LOST, f"{silent}. {self._messages.repair()}")
         if not is_master:

@@ -151,7 +151,7 @@ class Flags:
 
     def _raise_again(self) -> None:
         """Raise the flags that are gone, unless this node was replaced: its successor has removed them."""
-        board = self._watch.look(whole=True)
+        board = self._watch.look(own_too=True)
         self._check()
         for flag in self._raised.keys() - board.flags:
             if files.content(self._identity.run_dir.entry(flag)) is None:
@@ -183,10 +183,10 @@ class Flags:
         return read_flag(self._identity.run_dir, flag)
 
     def _lower(self, is_over: Callable[[Flag], bool]) -> None:
-        over = [flag for flag in self._raised if is_over(flag)]
-        for flag in over:
+        ended_flags = [flag for flag in self._raised if is_over(flag)]
+        for flag in ended_flags:
             del self._raised[flag]
-        self._sweep([self._identity.run_dir.entry(flag) for flag in over])
+        self._sweep([self._identity.run_dir.entry(flag) for flag in ended_flags])
 
     def payloads(self, flags: Mapping[int, Flag], master_payload: Payload) -> dict[int, Payload]:
         """Return, by rank, what the members' `flags` say; `master_payload` is the master's part."""
@@ -219,8 +219,8 @@ class Flags:
             older = [epoch for epoch in board.records if epoch < record.epoch]  # numbers may have gaps
             for epoch in sorted(older)[:-KEPT_RECORDS]:
                 once.remove(run_dir.entry(Record(epoch)))
-            over = {flag for flag in board.flags if flag.epoch < record.epoch}
+            old_flags = {flag for flag in board.flags if flag.epoch < record.epoch}
             # A member removes its own flags; those of others would stay for ever.
-            self._over += [run_dir.entry(flag) for flag in over if flag.rank not in record.members]
+            self._over += [run_dir.entry(flag) for flag in old_flags if flag.rank not in record.members]
         self._sweep(self._over)
         self._over = []

@@ -82,10 +82,10 @@ class Gathering:
             raise self._phase_endings.superseded()
         return record
 
-    def _count_losses(self, left: EpochRecord | None) -> None:
+    def _count_losses(self, record: EpochRecord | None) -> None:
         """Keep out for a while who is lost again and again, where the others go on without it."""
         cluster, board = self._cluster, self._watch.board
-        for rank, member in left.members.items() if left and self._failure_policy.shrinks else ():
+        for rank, member in record.members.items() if record and self._failure_policy.shrinks else ():
             if rank in self.lost or (rank and board.highest_incarnation(rank) > member.incarnation):
                 most_s = cluster.rejoin_timeout_s / 4
                 pause_s = self._back_off.lose(rank, time.monotonic(), cluster.node_timeout_s, most_s)
@@ -105,7 +105,7 @@ class Gathering:
         until_s = time.monotonic() + CACHED_S
         while True:
             self._phase_endings.check()
-            board = self._watch.look(whole=True)
+            board = self._watch.look(own_too=True)
             if board.highest_incarnation(MASTER) > self._watch.incarnation:
                 raise self._phase_endings.superseded()
             number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
@@ -113,8 +113,8 @@ class Gathering:
             if claim(self._identity.run_dir, record):
                 return record
             if time.monotonic() > until_s:
-                taken = f"{self._identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
-                raise NodeEnded(Exit.FAILED, f"{taken} has shown by whom; {self._messages.doctor_command()}")
+                text = f"{self._identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
+                raise NodeEnded(Exit.FAILED, f"{text} has shown by whom; {self._messages.doctor_command()}")
             log.info("epoch %d is taken: looking again", number)
             time.sleep(self._cluster.poll_max_s)
 
@@ -137,8 +137,8 @@ class Gathering:
         if not absent:
             return False
         board, now_s = self._watch.look(), time.monotonic()
-        here = [rank for rank in absent if rank in board.beats and not self._back_off.is_out(rank, now_s)]
-        return any(board.beats[rank].epoch >= record.epoch for rank in here)
+        back = [rank for rank in absent if rank in board.beats and not self._back_off.is_out(rank, now_s)]
+        return any(board.beats[rank].epoch >= record.epoch for rank in back)
 
     def _new_record(
         self, number: int, kind: Literal["lobby", "full", "finished"], members: dict[int, Member]
@@ -181,9 +181,11 @@ class Gathering:
         if members is None and self._unreached is not None:
             raise self._unreached
         if members is None:
-            who = self._identity.run_dir.names(self._position.waiting_for)
+            names = self._identity.run_dir.names(self._position.waiting_for)
             commands = self._commands(self._position.waiting_for)
-            text = f"{who} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
+            text = (
+                f"{names} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
+            )
             raise NodeEnded(Exit.LOST, text, "gave_up")
         return members
 
@@ -221,13 +223,13 @@ class Gathering:
     def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
         """Return who takes part; None while a listed beat cannot be read: the next one has replaced it."""
         me, cluster = self._identity, self._cluster
-        here = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
-        contents = self._contents_of({rank: board.beats[rank] for rank in here})
-        unread = [rank for rank in here if rank not in contents]
+        present = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
+        contents = self._contents_of({rank: board.beats[rank] for rank in present})
+        unread = [rank for rank in present if rank not in contents]
         self._position.wait_for(unread)
         if unread:
             return None
-        me.others = [network.Peer.from_dict(content["peer"]) for content in contents.values()]
+        me.peers = [network.Peer.from_dict(content["peer"]) for content in contents.values()]
         try:
             me.find_address()
             self._unreached = None

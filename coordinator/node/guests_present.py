@@ -22,7 +22,7 @@ class Guests:
         self.have_come = False
         """Whether any guest was there."""
 
-    def here(self) -> set[int]:
+    def present(self) -> set[int]:
         """Return the guests that beat and have not said goodbye."""
         board, beating = self._watch.board, self._watch.guests
         contents = read_beats(self._run_dir, {rank: board.beats[rank] for rank in beating})

@@ -24,7 +24,7 @@ class Identity(NodeStart):
     host: str = field(default_factory=lambda: socket.gethostname())
     pid_space: str = field(default_factory=lambda: network.pid_space())
     """Where its pid means its process."""
-    others: Sequence[network.Peer] = ()
+    peers: Sequence[network.Peer] = ()
     """The peers that must reach this node: the master, or of the master all that have come."""
     address: str = network.LOOPBACK
     """Where its peers reach it."""
@@ -73,7 +73,7 @@ class Identity(NodeStart):
         does. Return them all. A machine may get its addresses, or others, after its node has started.
         """
         peer = network.this_peer()
-        self.address = network.address_towards(peer, self.others)
+        self.address = network.address_towards(peer, self.peers)
         return peer
 
     def describe(self) -> dict[str, Any]:

@@ -44,9 +44,9 @@ class Messages:
         """Return the command that starts the run again; the settings are kept."""
         if all_nodes := os.environ.get(STARTED_BY):
             return f"{all_nodes}{options}"
-        others = f", and run --worker RANK --log-path {self._path} on each other machine"
+        elsewhere = f", and run --worker RANK --log-path {self._path} on each other machine"
         is_alone = self._identity.of_run.cluster.num_nodes == 1
-        return f"{self.master_command()}{options}{'' if is_alone else others}"
+        return f"{self.master_command()}{options}{'' if is_alone else elsewhere}"
 
     def master_command(self) -> str:
         """Return the command that starts the master."""
@@ -116,8 +116,8 @@ class Messages:
         silent_s = self._watch.silence.silent_s.get(rank, 0.0)
         limit_s = self._identity.settings.cluster.node_timeout_s
         silent = f", silent for {silent_s:.0f} s" if silent_s >= limit_s else ""
-        seen = f"last seen in {phase}, iteration {heartbeat['iteration']}{progress}{silent}"
-        return f"{name} ({heartbeat['host']}; {seen})"
+        last_sign = f"last seen in {phase}, iteration {heartbeat['iteration']}{progress}{silent}"
+        return f"{name} ({heartbeat['host']}; {last_sign})"
 
     def master_is_lost(self) -> str:
         """Return the message of a worker while it holds for its master."""

@@ -100,7 +100,7 @@ class Node:
         self.idle_s = 0.0
         """How long the crew waited for the other one before the present iteration."""
         self.guests = Guests(run_dir, self.watch)
-        self.kept: dict[int, Payload] = {}
+        self.promised: dict[int, Payload] = {}
         """By rank, what the nodes of this epoch have said of what they have in flight."""
         # ---- what is published
         self.policies = Policies(self.identity, self.store)
@@ -219,10 +219,10 @@ class Node:
         weight = record.members[self.rank].weight
         self.events.add("epoch", members=sorted(record.members), weight=weight, gpus=gpus)
         in_flight = self.collector.in_flight
-        kept = {} if in_flight is None else {"key": in_flight.key, "slots": in_flight.slots}
-        self.flags.enter(kept)
+        promise = {} if in_flight is None else {"key": in_flight.key, "slots": in_flight.slots}
+        self.flags.enter(promise)
         if self.is_master:
-            self.kept = self.flags.payloads(self.flags.wait_members(0, 0), kept)
+            self.promised = self.flags.payloads(self.flags.wait_members(0, 0), promise)
             self.flags.leave(claims.left_over(self.run_dir, record.epoch))
             self.flags.leave(half_pictures(self.run_dir))
         self.hold_rank()

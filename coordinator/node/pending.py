@@ -60,7 +60,7 @@ class Pending:
         unreached: list[network.NetworkError] = []
 
         def reaches_master(_board: Board) -> bool | None:
-            me.others = [network.Peer.from_dict((watch.heartbeat(MASTER) or heartbeat)["peer"])]
+            me.peers = [network.Peer.from_dict((watch.heartbeat(MASTER) or heartbeat)["peer"])]
             try:
                 me.find_address()
             except network.NetworkError as error:
@@ -94,8 +94,8 @@ class Pending:
                 announced = newest.epoch
                 watch.heart.beat(announced)
             member = newest.members.get(rank)
-            mine = member is not None and member.incarnation == watch.incarnation
-            return newest if newest.kind == "full" and (mine or self._identity.is_guest) else None
+            names_us = member is not None and member.incarnation == watch.incarnation
+            return newest if newest.kind == "full" and (names_us or self._identity.is_guest) else None
 
         started_s = time.monotonic()
         asks_s = 0.0

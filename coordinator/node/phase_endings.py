@@ -89,11 +89,11 @@ class PhaseEndings:
 
     def check_still_master(self) -> None:
         """Raise Ended (superseded) if another process has become the master."""
-        newest, mine = self._watch.newest_record(), self._watch.incarnation
+        newest, own_incarnation = self._watch.newest_record(), self._watch.incarnation
         # A record that was there at START is older than this process.
         since = newest is not None and newest.epoch > self._identity.newest_epoch
-        replaced = newest is not None and since and newest.master_incarnation != mine
-        if replaced or self._watch.board.highest_incarnation(MASTER) > mine:
+        replaced = newest is not None and since and newest.master_incarnation != own_incarnation
+        if replaced or self._watch.board.highest_incarnation(MASTER) > own_incarnation:
             raise self.superseded()
 
     def settle(self) -> None:
@@ -122,13 +122,15 @@ class PhaseEndings:
 
     def say_who_is_lost(self) -> set[int]:
         """Say once who is lost while this phase goes on, and that they are back; returns the ranks."""
-        held, lost = self._watch.held, None
-        if held is not None:
-            lost = held.rank
+        verdict, lost = self._watch.heeded_later, None
+        if verdict is not None:
+            lost = verdict.rank
         elif self._is_master_silent():
             lost = MASTER
         if lost is not None and lost != self._lost:
-            text = self._messages.of_verdict(held) if held is not None else self._messages.master_is_lost()
+            text = (
+                self._messages.of_verdict(verdict) if verdict is not None else self._messages.master_is_lost()
+            )
             log.error("%s", text)
         if self._lost is not None and lost is None:
             log.info("%s is back", self._identity.run_dir.name(self._lost))

@@ -125,12 +125,12 @@ class Position:
 
     def count_bytes(self) -> Callable[[int], None]:
         """Return a function that counts bytes as this phase's progress, in megabytes; for any thread."""
-        place, moved = self._place, 0
+        place, total = self._place, 0
 
         def count(size: int) -> None:
-            nonlocal moved
-            moved += size
-            place.done, place.reached_s = moved // 10**6, time.monotonic()
+            nonlocal total
+            total += size
+            place.done, place.reached_s = total // 10**6, time.monotonic()
             place.total = max(place.total, place.done)
 
         return count
@@ -186,8 +186,8 @@ class Position:
         is_known = (
             unit and not waits and (description["left_s"] or 0.0) >= 0.5
         )  # before, nothing was timed yet
-        left = f", about {description['left_s']:.0f} s left" if is_known else ""
-        return same, f"{doing}, {seconds:.0f} s so far{left}"
+        left_text = f", about {description['left_s']:.0f} s left" if is_known else ""
+        return same, f"{doing}, {seconds:.0f} s so far{left_text}"
 
     def _work(self) -> str:
         """Return the node's present work, if that is not what the phase is for."""

@@ -70,7 +70,7 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
     node.position.reach(0, 0)
     if share.functions.environment.name == "single_turn" and not share.sets:  # a completion is a sample
         node.position.expect(share.origin.sampling.n, share.origin.sampling.max_tokens)
-    if not share.kept(node.rank):
+    if not share.in_flight(node.rank):
         node.collector.drop()
     if share.is_empty(node.rank):
         return {"short": 0}
@@ -155,7 +155,7 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
         start_model=str(model.absolute()),
         claim_pause_s=node.settings.cluster.pause_bounds_s[1],
         guest_patience_s=node.settings.cluster.node_timeout_s,
-        kept=share.kept(rank),
+        in_flight=share.in_flight(rank),
         slots=[] if "chunks" in plan else plan["shares"][str(rank)],
         needed=plan["needed"].get(str(rank), 0) if "chunks" not in plan else 0,
         claimed=plan if "chunks" in plan else None,
@@ -251,11 +251,11 @@ def _minding(node: Node, share: Share) -> Generator[Callable[[], None]]:
     if not generates(share):
         yield lambda: None
         return
-    over, failed = threading.Event(), list[Exception]()
+    generation_over, failed = threading.Event(), list[Exception]()
 
     def mind() -> None:
         try:
-            node.engine.mind(node.settings.engine, node.check, over, node.position.generate)
+            node.engine.mind(node.settings.engine, node.check, generation_over, node.position.generate)
         except Exception as error:  # for the main thread
             failed.append(error)
 
@@ -268,5 +268,5 @@ def _minding(node: Node, share: Share) -> Generator[Callable[[], None]]:
     try:
         yield is_engine_lost
     finally:
-        over.set()
+        generation_over.set()
         thread.join(JOIN_S)  # it may be loading weights into an engine that it has started again

@@ -60,15 +60,15 @@ def run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
     returns: Counter[int] = Counter()
     attempts: Counter[int] = Counter()
     lost: NodeLost | None = None
-    away = False
+    is_fenced = False
     while True:
         if node.position.iteration:
             returns.pop(0, None)
         try:
             try:
-                if away:
+                if is_fenced:
                     node.come_back()
-                    away = False
+                    is_fenced = False
                 if lost is not None:
                     _hold(node, lost)
                     lost = None
@@ -84,7 +84,7 @@ def run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
         except EpochChanged:
             node.trainer.leave_epoch()
         except Fenced:
-            away = True
+            is_fenced = True
         except NodeLost as error:
             lost = error
         except PhaseEnded:
@@ -96,7 +96,7 @@ def run_epochs(node: Node, iterate: Callable[[Node], None]) -> None:
                 raise
             if _passes(node, error):
                 log.error("%s", error, exc_info=not isinstance(error, (*EXPECTED, FileNotFoundError)))
-                away = True
+                is_fenced = True
             elif isinstance(error, Incomplete) and node.is_master and iteration != 0:
                 log.warning("%s; going back in a new epoch", error)
             else:
@@ -170,7 +170,7 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
     if not node.is_master:  # the master may hold for a lost node, and its word comes as a verdict
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
     node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
-    calls = node.watch.look(whole=True).called(node.record.epoch, "trainer_failed")
+    calls = node.watch.look(own_too=True).called(node.record.epoch, "trainer_failed")
     documents = [call_document(node.run_dir, flag) for flag in calls]
     final = [document["text"] for document in documents if document.get("comes_again")]
     text = first_cause(

@@ -127,10 +127,10 @@ def _following(iteration: Iteration, policy: Policy) -> Iteration:
 
 def keep(node: Node, iteration: Iteration, policy: Policy) -> Payload:
     """Say what is in flight of the next iteration, now that `policy` was published and is served."""
-    copied, ours = iteration.copied, node.collector.in_flight
+    copied, in_flight = iteration.copied, node.collector.in_flight
     if copied is not None and policy.directory != copied.directory:
         node.store.remove(copied.directory)  # the engine has it from the checkpoint
-    if ours is None:
+    if in_flight is None:
         return {}
-    node.events.add("ahead", it=ours.iteration, groups=len(ours.slots))
-    return {"key": ours.key, "slots": ours.slots}
+    node.events.add("ahead", it=in_flight.iteration, groups=len(in_flight.slots))
+    return {"key": in_flight.key, "slots": in_flight.slots}

@@ -106,10 +106,10 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
     times = _times(node, iteration, payloads)
     rollout_epoch, idle_s = times["rollout_epoch"], None
     if node.run_dir.crew == "train":
-        theirs = published.read_json(run_dir.rollout_times(number)) or {}
-        rollout_epoch = theirs.get("rollout_epoch", 0)
-        idle_s = {"rollout": theirs.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
-        times = _both(theirs, times)
+        rollout_times = published.read_json(run_dir.rollout_times(number)) or {}
+        rollout_epoch = rollout_times.get("rollout_epoch", 0)
+        idle_s = {"rollout": rollout_times.get("idle_seconds", 0.0), "train": times["idle_seconds"]}
+        times = _both(rollout_times, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
     ahead_s = max((payload.get("ahead_s", 0.0) for payload in payloads.values()), default=0.0)
     # After a fault the phase may have found groups that took their time in an epoch before.
@@ -190,20 +190,20 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
     }
 
 
-def _both(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def _both(rollout_times: Mapping[str, Any], own_times: Mapping[str, Any]) -> dict[str, Any]:
     """Put what the rollout crew measured of an iteration beside what the train crew did; the iteration lasts
     as long as the train crew takes for it, waiting included.
     """
-    if not theirs:
-        return dict(ours)
-    waits = Counter[str](theirs["wait_seconds"])
-    waits.update(ours["wait_seconds"])  # a machine may have a node in both
-    nodes = theirs["nodes"] + ours["nodes"]
-    busy = sum(crew["busy_fraction"] * crew["nodes"] for crew in (theirs, ours)) / nodes
+    if not rollout_times:
+        return dict(own_times)
+    waits = Counter[str](rollout_times["wait_seconds"])
+    waits.update(own_times["wait_seconds"])  # a machine may have a node in both
+    nodes = rollout_times["nodes"] + own_times["nodes"]
+    busy = sum(crew["busy_fraction"] * crew["nodes"] for crew in (rollout_times, own_times)) / nodes
     return {
-        "measured_weights": theirs.get("measured_weights"),
-        "seconds": ours["seconds"],
-        "phase_seconds": {**theirs["phase_seconds"], **ours["phase_seconds"]},
+        "measured_weights": rollout_times.get("measured_weights"),
+        "seconds": own_times["seconds"],
+        "phase_seconds": {**rollout_times["phase_seconds"], **own_times["phase_seconds"]},
         "wait_seconds": dict(waits),
         "busy_fraction": round(busy, 3),
     }

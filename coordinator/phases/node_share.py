@@ -46,14 +46,14 @@ class Share:
     segment: Segment | None = None
     """What the iteration adds to a sample, if that may be less than all of it."""
 
-    def kept(self, rank: int) -> list[int]:
+    def in_flight(self, rank: int) -> list[int]:
         """Return the slots that a rank has in flight from the epoch before."""
         return self.plan["kept"].get(str(rank), [])
 
     def is_empty(self, rank: int) -> bool:
         """Return whether a rank has nothing to make."""
         more = self.plan["chunks"] if "chunks" in self.plan else self.plan["needed"][str(rank)]
-        return not more and not self.kept(rank)
+        return not more and not self.in_flight(rank)
 
 
 def slots_of(iteration: int, share: Share, numbers: Sequence[int]) -> list[Slot]:

@@ -194,8 +194,8 @@ def refuse_changed_code(run_dir: RunDir, settings: RunSettings) -> None:
     if Phase.TRAIN_ROLLOUT not in phases_of(settings.kind):
         return
     first = resume.next_iteration(FinishedIterations(run_dir), settings)
-    there = map(parse_iteration_name, published.names(run_dir.trajectories("train", first).parent))
-    for number in sorted(number for number in there if number is not None and number >= first):
+    numbers = map(parse_iteration_name, published.names(run_dir.trajectories("train", first).parent))
+    for number in sorted(number for number in numbers if number is not None and number >= first):
         opened = published.read_json(run_dir.iteration_json(number))
         is_generated = resume.resume_at(run_dir, settings, number) > Phase.EVAL_ROLLOUT
         if opened is not None and is_begun(run_dir, number) and not is_generated:

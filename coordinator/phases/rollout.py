@@ -137,8 +137,8 @@ def _changes(node: Node, opened: Mapping[str, Any], begun: bool) -> list[str]:
     """List what has changed since an iteration was opened. Of the sets that one that is `begun` cannot be
     evaluated on any more, phase 5 says what that means.
     """
-    gone = eval_sets.changed_sets(opened, node.identity.inputs) if begun else ()
-    return changes(eval_sets.without(opened, gone), eval_sets.without(_chosen(node), gone))
+    changed = eval_sets.changed_sets(opened, node.identity.inputs) if begun else ()
+    return changes(eval_sets.without(opened, changed), eval_sets.without(_chosen(node), changed))
 
 
 def _chosen(node: Node) -> dict[str, Any]:

@@ -50,16 +50,16 @@ def plan(
     missing = quota.missing(finished.values())
     if finished:
         log.info("%d of %d groups are finished already", quota.needed - missing, quota.needed)
-    left = [slot for slot in range(quota.slots) if slot not in finished]
-    short = max(0, missing - len(left))
-    kept = _kept(node, key_of(node, iteration, kind), left, missing)
-    in_flight = {slot for slots in kept.values() for slot in slots}
+    unfinished = [slot for slot in range(quota.slots) if slot not in finished]
+    short = max(0, missing - len(unfinished))
+    going_on = _kept(node, key_of(node, iteration, kind), unfinished, missing)
+    in_flight = {slot for slots in going_on.values() for slot in slots}
     # A slot in flight stays with its rank: given to another one as well, it would be made twice.
-    free = [slot for slot in left if slot not in in_flight]
-    count = min(missing, len(left)) - len(in_flight)
+    free = [slot for slot in unfinished if slot not in in_flight]
+    count = min(missing, len(unfinished)) - len(in_flight)
     needed, spare = free[:count], free[count:] if missing else []
-    promises = {"short": short, "kept": {str(rank): slots for rank, slots in kept.items()}}
-    have = {rank: len(slots) for rank, slots in kept.items()}
+    promises = {"short": short, "kept": {str(rank): slots for rank, slots in going_on.items()}}
+    have = {rank: len(slots) for rank, slots in going_on.items()}
     return {**split(node, iteration, kind, needed, spare, order, have), **promises}
 
 
@@ -76,7 +76,7 @@ def split(
     it has in flight. See `plan`.
     """
     members = node.record.members
-    guests = node.guests.here() if node.settings.claims else set[int]()
+    guests = node.guests.present() if node.settings.claims else set[int]()
     if node.settings.claims:  # one node alone too: a guest may come
         history = node.histories[kind]
         costs = history.costs(iteration.number, order)
@@ -105,13 +105,13 @@ def own_places(plan: Payload) -> dict[str, list[int]]:
     }
 
 
-def _kept(node: Node, key: str, left: Collection[int], most: int) -> dict[int, list[int]]:
-    """Return, by rank, the slots of `left` that are in flight there with what `key` stands for; `most` of
-    them at most, and each once.
+def _kept(node: Node, key: str, unfinished: Collection[int], most: int) -> dict[int, list[int]]:
+    """Return, by rank, the slots of `unfinished` that are in flight there with what `key` stands for; `most`
+    of them at most, and each once.
     """
     by_rank: dict[int, list[int]] = {}
-    free = set(left)
-    for rank, in_flight in sorted(node.kept.items()):
+    free = set(unfinished)
+    for rank, in_flight in sorted(node.promised.items()):
         slots = (
             [slot for slot in in_flight.get("slots", ()) if slot in free]
             if in_flight.get("key") == key
@@ -174,8 +174,8 @@ def aggregate(
     document["costs"] = {str(slot): round(cost, 4) for slot, cost in costs.items()}
     paces = updated_paces(paces_of(history.paces(iteration.number)), paces)
     # A rank that has left the run counts for nothing any more.
-    here = {*node.record.members, *(node.guests.here() if node.settings.claims else ())}
-    document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in here}
+    ranks = {*node.record.members, *(node.guests.present() if node.settings.claims else ())}
+    document["paces"] = {str(rank): list(pace) for rank, pace in paces.items() if rank in ranks}
     history.add(iteration.number, order, document)
     if document["mixed_code"]:
         log.warning("%s: %d groups were made with other code than the first", path, document["mixed_code"])

@@ -37,8 +37,8 @@ def run_phase(
     started_s = iteration.phase_begun_s = time.monotonic()
     node.events.add("begin", it=number, row=phase.label)
     acts = node.is_master or phase.by is ActsIn.ALL
-    for beside in before:
-        beside(node, iteration)
+    for side_act in before:
+        side_act(node, iteration)
     payload = (act(node, iteration) or {}) if acts else {}
     acted_s = time.monotonic()
     concluded_s = 0.0
@@ -66,5 +66,5 @@ def run_phase(
     if phase is Phase.ITERATION_START:
         iteration.resume_at = Phase(payload["resume_at"])
         node.flags.clear()
-    for beside in after:
-        beside(node, iteration)
+    for side_act in after:
+        side_act(node, iteration)

@@ -40,8 +40,8 @@ def draw_tasks(
         success=success or {},
         iteration=iteration,
     )
-    kept = {} if success is None else {"success": {str(task): mean for task, mean in success.items()}}
-    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": drawn.waiting, **kept}
+    entry = {} if success is None else {"success": {str(task): mean for task, mean in success.items()}}
+    return {"tasks": drawn.tasks, "drawn": drawn.state, "waiting": drawn.waiting, **entry}
 
 
 def _deferred(run_dir: RunDir, iteration: int, opened: dict[str, Any]) -> list[int]:

@@ -172,7 +172,7 @@ def restart_engine(node: Node, iteration: Iteration) -> Payload:
 
 def note_in_flight(node: Node, _iteration: Iteration, payloads: dict[int, Payload]) -> Payload:
     """Note what the nodes have in flight of the next iteration: its plan leaves that with them."""
-    node.kept = payloads
+    node.promised = payloads
     return {}
 
 

@@ -93,8 +93,8 @@ class Chunks:
 
     def costs(self) -> dict[int, float]:
         """Return the expected cost of each slot."""
-        each = [zip(chunk.slots, chunk.costs, strict=True) for chunk in self.chunks]
-        return dict(chain.from_iterable(each))
+        pairs = [zip(chunk.slots, chunk.costs, strict=True) for chunk in self.chunks]
+        return dict(chain.from_iterable(pairs))
 
     def rates(self) -> dict[int, float]:
         """Return the rate of each rank, all equal while none is known."""
@@ -192,13 +192,13 @@ def cut_into_chunks(
     rate = rates(ranks, paces)
     chunks: list[Chunk] = []
     first: dict[int, int] = {}
-    begin, whole, reached = 0, sum(cost.values()), 0.0
-    left_rate, behind = sum(rate.values()), 0.0
+    begin, total, reached = 0, sum(cost.values()), 0.0
+    left_rate, bound = sum(rate.values()), 0.0
     for rank in sorted(ranks, key=lambda rank: (-pace_of(rank, paces), rank)):
         first[rank] = len(chunks)
-        behind += rate[rank] / left_rate * whole
+        bound += rate[rank] / left_rate * total
         end = begin
-        while end < len(order) and reached + cost[order[end]] / 2 <= behind:
+        while end < len(order) and reached + cost[order[end]] / 2 <= bound:
             reached += cost[order[end]]
             end += 1
         chunks += _place(order[begin:end], cost, limit, paces.get(rank))
@@ -234,15 +234,15 @@ def _decreasing(slots: Sequence[int], cost: Mapping[int, float], limit: int) -> 
     `limit`.
     """
     chunks: list[Chunk] = []
-    begin, left = 0, sum(cost[slot] for slot in slots)
+    begin, remaining = 0, sum(cost[slot] for slot in slots)
     while begin < len(slots):
         end, work = begin + 1, cost[slots[begin]]
         last = min(len(slots), begin + limit)
-        while end < last and work + cost[slots[end]] <= left / CHUNK_FRACTION:
+        while end < last and work + cost[slots[end]] <= remaining / CHUNK_FRACTION:
             work += cost[slots[end]]
             end += 1
         chunks.append(Chunk(list(slots[begin:end]), [cost[slot] for slot in slots[begin:end]]))
-        begin, left = end, left - work
+        begin, remaining = end, remaining - work
     return chunks
 
 
@@ -280,8 +280,8 @@ def choose_chunks(
     is_stranger = rank not in chunks.first
     if is_stranger:
         rate[rank] = me.pace * me.width if me.pace else min(rate.values(), default=1.0)
-    whole = sum(chunk.work for chunk in chunks.chunks)
-    share = rate[rank] / sum(rate.values()) * whole
+    total = sum(chunk.work for chunk in chunks.chunks)
+    share = rate[rank] / sum(rate.values()) * total
     if rank not in chunks.paces and me.pace is None and len(rate) > 1:
         share /= 2
 
@@ -297,11 +297,11 @@ def choose_chunks(
     ordered = [number for number in ordered if has_room(chunks.chunks[number])]
     slowest = min((pace.per_group for pace in chunks.paces.values()), default=1.0)
     pace = me.pace or (slowest if is_stranger else pace_of(rank, chunks.paces))
-    others = {other: speed for other, speed in rate.items() if other != rank}
-    if not chunks.paces.keys() & others.keys():
+    other_rates = {other: speed for other, speed in rate.items() if other != rank}
+    if not chunks.paces.keys() & other_rates.keys():
         return ordered
-    best = max(pace_of(other, chunks.paces) for other in others)
-    others_s = sum(chunks.chunks[number].work for number in free) / sum(others.values())
+    best = max(pace_of(other, chunks.paces) for other in other_rates)
+    others_s = sum(chunks.chunks[number].work for number in free) / sum(other_rates.values())
 
     def is_for_me(chunk: Chunk) -> bool:
         mine_s = max(chunk.dearest / pace, chunk.work / (pace * me.width))

@@ -128,8 +128,8 @@ def move_away(run_dir: RunDir) -> None:
         if claim(run_dir, newest.model_copy(update={**now, "members": {}})):
             return
         if time.monotonic() > until_s:
-            taken = "this number is taken, and no listing shows by whom; run doctor there says what is wrong"
-            error = FileExistsError(errno.EEXIST, taken)
+            text = "this number is taken, and no listing shows by whom; run doctor there says what is wrong"
+            error = FileExistsError(errno.EEXIST, text)
             raise SharedFsError("create", run_dir.entry(Record(newest.epoch + 1)), error, CACHED_S)
         log.info("epoch %d is taken: looking again", newest.epoch + 1)
         time.sleep(LOOK_S)
@@ -174,9 +174,11 @@ class Records:
         return record
 
     def _refuse_other_run(self) -> None:
-        there = (published.read_json(self._run_dir.run_json) or {}).get("run_id")
-        self.is_replaced = there not in {None, self._run_id}
+        run_id = (published.read_json(self._run_dir.run_json) or {}).get("run_id")
+        self.is_replaced = run_id not in {None, self._run_id}
         if self.is_replaced:
-            text = f"{self._run_dir.root} is of another run now ({there}; this node works for {self._run_id})"
+            text = (
+                f"{self._run_dir.root} is of another run now ({run_id}; this node works for {self._run_id})"
+            )
             cure = "its directory was moved or removed: give its new place as --log-path"
             raise NodeEnded(Exit.FAILED, f"{text}: {cure}")

@@ -13,8 +13,8 @@ def share_sizes(total: int, weights: Mapping[int, float]) -> dict[int, int]:
     exact = {rank: Fraction(weight) for rank, weight in weights.items()}
     if not exact or min(exact.values()) <= 0:
         raise ValueError(f"weights must be positive, one for each rank: {dict(weights)}")
-    whole = sum(exact.values())
-    quota = {rank: total * weight / whole for rank, weight in exact.items()}
+    exact_total = sum(exact.values())
+    quota = {rank: total * weight / exact_total for rank, weight in exact.items()}
     sizes = {rank: int(share) for rank, share in quota.items()}
     by_remainder = sorted(quota, key=lambda rank: (sizes[rank] - quota[rank], -exact[rank], rank))
     for rank in by_remainder[: total - sum(sizes.values())]:

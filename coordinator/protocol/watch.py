@@ -83,7 +83,7 @@ class Watch:
         """Called after each heartbeat that the directory did not take; as `hear_others`."""
         self._describe = describe
         self._end_training = end_training
-        self.away: str | None = None
+        self.refusal: str | None = None
         """What the directory said to the last heartbeat, if it did not take it."""
         self._own_names: list[str] = []
         """What the master shows itself, when it was last listed."""
@@ -150,8 +150,9 @@ class Watch:
         self._end_training()
         self.stop.set()
         self._wake.set()
-        away = f" ({self.away})" if self.away else ""  # said last: the output may go to that mount too
-        log.error("%s%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why, away)
+        # Said last: the output may go to that mount too.
+        why += f" ({self.refusal})" if self.refusal else ""
+        log.error("%s: it leaves the epoch, its engine stays warm, and it comes back by itself", why)
 
     def interrupt(self, signal: int) -> None:
         """Take in that a signal asks this node to end."""
@@ -175,9 +176,9 @@ class Watch:
             self.fence.limit_s = settings.cluster.node_timeout_s
             self._go_on()
 
-    def look(self, whole: bool = False) -> Board:
+    def look(self, own_too: bool = False) -> Board:
         """List what the others show, and judge it. The master lists what it shows itself once a beat, or if
-        `whole` is asked for.
+        `own_too`, at any time.
         """
         with self._looking:
             before, before_s = self.board, self._looked_s
@@ -185,7 +186,7 @@ class Watch:
                 names = self.listings.names(self._others)
                 self._looked_s = time.monotonic()
                 if self.rank == MASTER:
-                    names += self._list_own(whole)
+                    names += self._list_own(own_too)
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self._others, error, 0.0) from error
             self.board = board = parse(names, self.board)
@@ -198,17 +199,17 @@ class Watch:
                     times = (self._cluster.beat_interval_s, self._looked_s - before_s)
                     self._late_names.observe(before, board, self.current.epoch, *times)
                     self._late_names.say(self._others)
-                if self.verdict is None or self.held:
+                if self.verdict is None or self.heeded_later:
                     self.verdict = self.judge.decide(
                         board, newest or self.current, self.current, self.incarnation
                     )
-                if self.verdict and not self.held:
+                if self.verdict and not self.heeded_later:
                     self.stop.set()
                 self.judge.repeat_losses(board, self.current, self.fence.trip)
             return board
 
-    def _list_own(self, whole: bool) -> list[str]:
-        if whole or self._looked_s - self._own_s >= self._beat_interval_s():
+    def _list_own(self, at_any_time: bool) -> list[str]:
+        if at_any_time or self._looked_s - self._own_s >= self._beat_interval_s():
             self._own_names, self._own_s = files.listing(self.run_dir.master), self._looked_s
         return self._own_names
 
@@ -223,7 +224,7 @@ class Watch:
         return self.judge.guests(self.board)
 
     @property
-    def held(self) -> Verdict | None:
+    def heeded_later(self) -> Verdict | None:
         """The loss that the master heeds once its share of the phase is made."""
         verdict = self.verdict
         return verdict if verdict is not None and self.judge.is_held(verdict) else None
@@ -261,9 +262,9 @@ class Watch:
     def leave(self) -> EpochRecord | None:
         """Leave the epoch; returns its record."""
         with self._looking:
-            left, self.current = self.current, None
+            record, self.current = self.current, None
             self._go_on()
-            return left
+            return record
 
     def _go_on(self) -> None:
         """Let actions work again, unless this node itself has to end."""
@@ -273,7 +274,7 @@ class Watch:
 
     def newest_record(self) -> EpochRecord | None:
         """Return the highest epoch record that parses."""
-        return self.records.newest(self.look(whole=True).records)
+        return self.records.newest(self.look(own_too=True).records)
 
     def heartbeat(self, rank: int) -> dict[str, Any]:
         """Return the content of `rank`'s newest beat; {} if it has none, or just now none that is whole."""
@@ -296,7 +297,7 @@ class Watch:
                         self.look()  # else the main thread looks often enough while it waits
                     if self.error is None:
                         self.hear_others()
-                    self.away = None
+                    self.refusal = None
                 except NodeEnded as error:
                     self.error = error
                     self.stop.set()
@@ -304,7 +305,7 @@ class Watch:
                 except (SharedFsError, FileNotFoundError) as error:  # the latter: nothing is mounted there
                     if not is_away(error):
                         raise
-                    self.away = str(error)
+                    self.refusal = str(error)
                     self.look_for_run()
         except BaseException as error:
             self.error = error

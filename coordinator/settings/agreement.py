@@ -30,8 +30,8 @@ def _sets_have_names(settings: SettingFields) -> None:
             )
     best_by = settings.checkpoints.best_by
     if best_by is not None and best_by not in settings.eval.sets:
-        there = ", ".join(settings.eval.sets) or "none"
-        raise ValueError(f"checkpoints.best_by={best_by} is no set of eval.sets (there is {there}); name one")
+        names = ", ".join(settings.eval.sets) or "none"
+        raise ValueError(f"checkpoints.best_by={best_by} is no set of eval.sets (there is {names}); name one")
 
 
 def _split_fits(settings: SettingFields) -> None:
@@ -65,10 +65,10 @@ def _delta_is_of_a_whole_model(settings: SettingFields) -> None:
 
 
 def _replay_window_is_kept(settings: SettingFields) -> None:
-    kept, window = settings.trajectories.keep_last, settings.trainer.replay_window
-    if kept is not None and kept < window:
+    keep_last, window = settings.trajectories.keep_last, settings.trainer.replay_window
+    if keep_last is not None and keep_last < window:
         raise ValueError(
-            f"trajectories.keep_last={kept} is less than trainer.replay_window={window}: a batch needs "
+            f"trajectories.keep_last={keep_last} is less than trainer.replay_window={window}: a batch needs "
             f"trajectories of {window} iterations; give at least {window}, or leave it out"
         )
 

@@ -104,9 +104,9 @@ def contradictions(published: RunSettings, overrides: Mapping[str, Any]) -> list
     for name in OPEN:
         actual |= _by_name(actual[name], f"{name}.")
     return [
-        f"{option_name(key)} is {show(here)} here, but the master published {show(actual.get(key))}"
-        for key, here in check_each(overrides).items()
-        if here != actual.get(key)
+        f"{option_name(key)} is {show(given_here)} here, but the master published {show(actual.get(key))}"
+        for key, given_here in check_each(overrides).items()
+        if given_here != actual.get(key)
     ]
 
 

@@ -35,10 +35,10 @@ def parse_place(texts: Sequence[str]) -> dict[Crew, frozenset[int]]:
         place[crew] = frozenset(_devices(text, ranges))
     if missing := [crew for crew in HALVES if crew not in place]:
         raise ValueError(f"--place {' --place '.join(texts)}: add --place {missing[0]}=DEVICES")
-    both = place["rollout"] & place["train"]
-    if both and place["rollout"] != place["train"]:
+    shared = place["rollout"] & place["train"]
+    if shared and place["rollout"] != place["train"]:
         raise ValueError(
-            f"--place: {_text(both)} would generate and train, but others do one of them; let the two have "
+            f"--place: {_text(shared)} would generate and train, but others do one of them; let the two have "
             "the same devices, or none in common"
         )
     return place

@@ -34,10 +34,10 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     sections = {name.rpartition(".")[0] for name in known} - {""}
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     # Within a section only what follows must be alike: trainer.project_name is not trainer.betas.
-    whole = () if word.rpartition(".")[0] in sections else (*known, *sections)
+    names = () if word.rpartition(".")[0] in sections else (*known, *sections)
     # Most of a long name of theirs is its sections, which all of them begin with.
     aliases = {name: setting for name, setting in ALIASES.items() if "." not in name}
-    spellings = {**aliases, **leaves, **{name: name for name in whole}}
+    spellings = {**aliases, **leaves, **{name: name for name in names}}
     for part in (word, word.rpartition(".")[2]):
         for near in difflib.get_close_matches(part, spellings, n=3, cutoff=NEAR):
             likeness = difflib.SequenceMatcher(None, near, part).ratio()
@@ -46,8 +46,8 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def meant(typed: str, known: Sequence[str], given: Mapping[str, Any] = NONE) -> str:
-    """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`. `given`:
+def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = NONE) -> str:
+    """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`. `values`:
     the values of all settings that were given, by name.
     """
     inside = [name for name in known if name.startswith(f"{_plain(typed)}.")]
@@ -57,34 +57,34 @@ def meant(typed: str, known: Sequence[str], given: Mapping[str, Any] = NONE) -> 
     if instead := answer(typed):
         return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
-    return f"did you mean {suggestion}?{counted(typed, given)}" if suggestion else ALL_SHOWN
+    return f"did you mean {suggestion}?{counted(typed, values)}" if suggestion else ALL_SHOWN
 
 
-def counted(typed: str, given: Mapping[str, Any] = NONE) -> str:
-    """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text. `given`:
+def counted(typed: str, values: Mapping[str, Any] = NONE) -> str:
+    """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text. `values`:
     the values of all settings that were given, by name.
     """
     word = _plain(typed)
-    leaf, value = word.rpartition(".")[2], given.get(typed)
+    leaf, value = word.rpartition(".")[2], values.get(typed)
     note = COUNTED.get(_pair(word)) or COUNTED.get(leaf)
     if leaf in BY_SAMPLES and type(value) is int:
         name, usual = "rollout.samples_per_task", RolloutSettings().samples_per_task
-        numbers = (number for key, number in given.items() if known_as(key, [name]) == name)
+        numbers = (number for key, number in values.items() if known_as(key, [name]) == name)
         samples = next((number for number in numbers if type(number) is int and number > 0), usual)
-        ours = value * samples if BY_SAMPLES[leaf] == "x" else value / samples
-        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {ours:g}"
+        translated = value * samples if BY_SAMPLES[leaf] == "x" else value / samples
+        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {translated:g}"
     return f" ({note})" if note else ""
 
 
-def meant_each(unknown: Sequence[str], known: Sequence[str], given: Mapping[str, Any]) -> str:
-    """Return a sentence about unknown settings among those `given`; of a configuration of another trainer, a
-    line for each.
+def meant_each(unknown: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return a sentence about unknown settings among those of `values`; of a configuration of another
+    trainer, a line for each.
     """
-    meanings = {name: meant(name, known, given) for name in unknown}
+    meanings = {name: near_setting(name, known, values) for name in unknown}
     if len(unknown) > SHOWN:
         return listed("settings", meanings)
-    others = (f"{name}: {meaning}" for name, meaning in list(meanings.items())[1:])
-    return "; ".join([f"unknown setting {unknown[0]}; {meanings[unknown[0]]}", *others])
+    later_texts = (f"{name}: {meaning}" for name, meaning in list(meanings.items())[1:])
+    return "; ".join([f"unknown setting {unknown[0]}; {meanings[unknown[0]]}", *later_texts])
 
 
 def listed(kind: str, meanings: Mapping[str, str]) -> str:

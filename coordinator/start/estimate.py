@@ -149,7 +149,7 @@ def cpu_time_text(active: int, settings: RunSettings, count: int, flops: float) 
 
 def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: bool) -> str:
     """Return in words the disk that checkpoints take, and how often the optimizer's state is in them."""
-    trainer, kept = settings.trainer, settings.checkpoints.keep_last
+    trainer, keeps = settings.trainer, settings.checkpoints.keep_last
     saved = trainer.computes_in(on_gpu) if trainer.save_dtype == "auto" else trainer.save_dtype
     weights = (2 if saved == "bfloat16" else 4) * parameters
     every, state = (
@@ -157,12 +157,12 @@ def disk_text(parameters: int, state_bytes: int, settings: RunSettings, on_gpu: 
         f"{state_bytes / 1e9:.2g} GB to resume from (the optimizer's state)",
     )
     if every > 1:
-        often = f"every {every} iterations {state}; {kept} are kept"
+        often = f"every {every} iterations {state}; {keeps} are kept"
         return f"an iteration writes {weights / 1e9:.2g} GB of weights, {often}"
-    total = f"{kept * (weights + state_bytes) / 1e9:.2g} GB"
+    total = f"{keeps * (weights + state_bytes) / 1e9:.2g} GB"
     often = "trainer.save_interval=10 writes that every 10 iterations"
     return (
-        f"an iteration writes {weights / 1e9:.2g} GB of weights, {state}; {kept} are kept: {total}; {often}"
+        f"an iteration writes {weights / 1e9:.2g} GB of weights, {state}; {keeps} are kept: {total}; {often}"
     )
 
 

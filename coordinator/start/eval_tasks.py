@@ -72,19 +72,19 @@ def refuse_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: E
     compared |= {"--eval-tasks": eval_tasks} if eval_tasks else {}
     if not compared or len(training.tasks) > MOST_COMPARED:
         return
-    seen = {_content(task) for task in training.tasks}
+    contents = {_content(task) for task in training.tasks}
     for name, tasks in compared.items():
-        there = [index for index, task in enumerate(tasks.tasks) if _content(task) in seen]
-        if not there:
+        shared = [index for index, task in enumerate(tasks.tasks) if _content(task) in contents]
+        if not shared:
             continue
-        total, first = len(tasks.tasks), tasks.place(there[0])
-        if len(there) == total and is_file(tasks.source) and name.startswith(SECTION):
+        total, first = len(tasks.tasks), tasks.place(shared[0])
+        if len(shared) == total and is_file(tasks.source) and name.startswith(SECTION):
             raise SettingsError(
                 f"{name}.tasks={tasks.source}: all {total} tasks are training tasks too, e.g. {first}; give "
                 "tasks that are not trained on"
             )
         log.warning("%s: %d of %d tasks are training tasks too, e.g. %s: its score says less of new tasks",
-                    name, len(there), total, first)  # fmt: skip
+                    name, len(shared), total, first)  # fmt: skip
 
 
 def _content(task: Mapping[str, Any]) -> bytes:

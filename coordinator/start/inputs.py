@@ -93,8 +93,8 @@ class Inputs:
             evaluation |= eval_set.codes()
         return {**self.functions.codes(), **evaluation}
 
-    def renewed(self, settings: RunSettings, theirs: Mapping[str, Code]) -> "Inputs":
-        """Return the Inputs of the master's `settings`, after another start of it; `theirs` are its codes.
+    def renewed(self, settings: RunSettings, master_codes: Mapping[str, Code]) -> "Inputs":
+        """Return the Inputs of the master's `settings`, after another start of it; `master_codes`: its codes.
 
         A module is not loaded twice: other modules may hold on to what it was. The training tasks and the
         model are the same at every start. SettingsError says what is wrong.
@@ -103,9 +103,9 @@ class Inputs:
         now = replace(
             self, functions=load_functions(rollout.reward, rollout.environment), loaded_for=settings
         )
-        mine = now.codes()
-        names = {name for name in (*mine, *theirs) if name.startswith("eval")}
-        if any(mine.get(name) != theirs.get(name) for name in names):
+        own_codes = now.codes()
+        names = {name for name in (*own_codes, *master_codes) if name.startswith("eval")}
+        if any(own_codes.get(name) != master_codes.get(name) for name in names):
             eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
             if rollout.max_prompt_tokens is not None:
                 _, eval_tasks, eval_sets = refusals_of_tasks.without_longer(
@@ -119,14 +119,14 @@ class Inputs:
         return loading.overlay(published, self.local)
 
 
-def difference(mine: Mapping[str, Code], theirs: Mapping[str, Code], where: str) -> str | None:
+def difference(own_codes: Mapping[str, Code], master_codes: Mapping[str, Code], where: str) -> str | None:
     """Say which setting names something else here than on the host `where`, and what to do; None: none."""
-    for key, code in mine.items():
-        if key in theirs and code.digest != theirs[key].digest:
+    for key, code in own_codes.items():
+        if key in master_codes and code.digest != master_codes[key].digest:
             return (
                 f"{loading.option_name(key)} {code.name} is not the same on {socket.gethostname()} (digest "
-                f"{code.digest}) as on {where}, the master's host (digest {theirs[key].digest}): give all "
-                "nodes the same files, then start them again"
+                f"{code.digest}) as on {where}, the master's host (digest {master_codes[key].digest}): give "
+                "all nodes the same files, then start them again"
             )
     return None
 

@@ -45,20 +45,20 @@ def with_kept(
     then = last.given if last and last.given else GivenSettings(host="", settings={})
     _refuse_unknown(reset, then.settings)
     is_here = then.host == socket.gethostname()
-    kept = {
+    kept_values = {
         key: value
         for key, value in then.settings.items()
         if not _is_named(key, reset) and not _is_named(key, overrides) and (is_here or key not in NODE_LOCAL)
     }
     for (name, default), followers in GO_WITH.items():
-        now = {**kept, **overrides}.get(name, default)
+        now = {**kept_values, **overrides}.get(name, default)
         if str(now) != str(then.settings.get(name, default)):
-            kept = {key: value for key, value in kept.items() if key not in followers}
-    merged = {**kept, **overrides}
+            kept_values = {key: value for key, value in kept_values.items() if key not in followers}
+    merged = {**kept_values, **overrides}
     try:
         loading.build(merged)
     except SettingsError as error:
-        raise SettingsError(f"{error}{_whose(str(error), kept)}") from None
+        raise SettingsError(f"{error}{_whose(str(error), kept_values)}") from None
     return merged
 
 
@@ -76,9 +76,9 @@ def _refuse_unknown(reset: Collection[str], then: Mapping[str, Any]) -> None:
             loading.refuse_unknown({name: None})
 
 
-def _whose(text: str, kept: Mapping[str, Any]) -> str:
+def _whose(text: str, kept_values: Mapping[str, Any]) -> str:
     """Say which of the settings that an error names were not typed this time; an empty text for none."""
-    named = [key for key in kept if option_name(key) in text]
+    named = [key for key in kept_values if option_name(key) in text]
     if not named:
         return ""
     resets = " ".join(f"--reset-settings {key}" for key in named)

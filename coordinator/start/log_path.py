@@ -45,8 +45,8 @@ def check_log_path(root: Path, option: str = "--log-path") -> None:
         if os.path.islink(path):
             text = f"{path} is a link to {os.readlink(path)}, which is not there; is it mounted here?"
             raise SettingsError(f"{option} {root}: {text}")
-    here = Path.cwd()
-    if existing not in (root, root.parent) and here not in (existing, *existing.parents):
+    working = Path.cwd()
+    if existing not in (root, root.parent) and working not in (existing, *existing.parents):
         raise SettingsError(
             f"{option} {root}: there is no directory {root.parent}; is it mounted here? If the path is "
             f"right, make it first: mkdir -p {shlex.quote(str(root.parent))}"

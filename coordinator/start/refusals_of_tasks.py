@@ -119,11 +119,11 @@ def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
     if not settings.trainer.sources:
         return
     field = settings.rollout.ratio_field
-    there = Counter(str(task.get(field)) for task in tasks.tasks)
+    counts = Counter(str(task.get(field)) for task in tasks.tasks)
     for name in settings.trainer.sources:
-        if name not in there:
+        if name not in counts:
             sizes = ", ".join(
-                f"{source} ({count} tasks)" for source, count in sorted(there.items())[:_MOST_SHOWN]
+                f"{source} ({count} tasks)" for source, count in sorted(counts.items())[:_MOST_SHOWN]
             )
             raise SettingsError(
                 f"trainer.sources.{name}: no task of --tasks {settings.tasks} has that {field!r} "

@@ -175,14 +175,14 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> N
         raise SettingsError(f"--crew {crew}: rank {machine} of {root} is not in that crew now; leave it out")
     rank = run_dir.rank(machine)
     overrides = absolute(request.overrides)
-    mine = loading.check_each(overrides)
-    refuse_rank(machine, mine.get("cluster.num_nodes", machine + 1), "")
+    given_here = loading.check_each(overrides)
+    refuse_rank(machine, given_here.get("cluster.num_nodes", machine + 1), "")
     defaults = ClusterSettings()
     master_record = await_master(
         run_dir if rank else placement_records.run_dirs(root, placement)[0],
         placement,
-        mine.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
-        mine.get("cluster.node_timeout_s", defaults.node_timeout_s),
+        given_here.get("cluster.rejoin_timeout_s", defaults.rejoin_timeout_s),
+        given_here.get("cluster.node_timeout_s", defaults.node_timeout_s),
     )
     check_log_path(root)
     refuse_strangers(root, request.allow_shared_dir)
@@ -252,8 +252,8 @@ def node_start(
     floor = max(board.highest_incarnation(rank), listed)
     left_behind = _left_behind(run_dir.protocol_of(rank), rank)
     # Where the devices were placed otherwise before, another crew's numbers are used up.
-    others = [RunDir(run_dir.root, crew) for crew in CREWS]
-    epoch = max(whole_board(other, published.names).newest_epoch() for other in others)
+    run_dirs = [RunDir(run_dir.root, crew) for crew in CREWS]
+    epoch = max(whole_board(other, published.names).newest_epoch() for other in run_dirs)
     return NodeStart(
         rank=rank,
         run_dir=run_dir,

@@ -100,14 +100,14 @@ def _rank_of(run_dir: RunDir, name: str) -> int:
     """Return the rank of the guest of this name: the one that it had before, or the next one."""
     files.make_directory(run_dir.guests)
     document = json.dumps({"name": name}).encode()
-    taken: set[int] = set()
+    numbers: set[int] = set()
     for file in published.names(run_dir.guests):
         number = file.removeprefix("r").removesuffix(".json")
         if number.isdecimal():
-            taken.add(int(number))
+            numbers.add(int(number))
             if files.content(_record(run_dir, int(number))) == document:
                 return int(number)
-    rank = max(taken, default=GUESTS - 1) + 1
+    rank = max(numbers, default=GUESTS - 1) + 1
     while not once.create_once(_record(run_dir, rank), document):
         rank += 1
     return rank

@@ -39,9 +39,9 @@ def await_master(
         if first is None and waited_s == 0.0:
             first = beat
         newest = records.newest(board.records)
-        moved = beat is not None and (first is None or beat[2:] > first[2:])
+        has_beaten = beat is not None and (first is None or beat[2:] > first[2:])
         is_its = newest and beat and newest.master_incarnation == beat.incarnation
-        if newest and moved and is_its and newest.kind != "moved":
+        if newest and has_beaten and is_its and newest.kind != "moved":
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             again = f"run --master --log-path {shlex.quote(str(run_dir.root))} --iterations N"
@@ -49,8 +49,8 @@ def await_master(
         if waited_s == 0.0:
             is_over = newest is not None and newest.kind == "finished"
             goes_on = f"is finished; waiting {node_timeout_s:g} s for a master that goes on with it"
-            there = f" (the run there {goes_on})" if is_over else what_is_there(run_dir)
-            log.info("waiting for the master at %s%s", run_dir.root, there)
+            present = f" (the run there {goes_on})" if is_over else what_is_there(run_dir)
+            log.info("waiting for the master at %s%s", run_dir.root, present)
         if waited_s > said_s + 30.0:
             log.info(
                 "waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, what_is_there(run_dir)
@@ -68,18 +68,18 @@ def what_is_there(run_dir: RunDir) -> str:
     root, parent = run_dir.root, run_dir.root.parent
     if not files.is_directory(parent):
         return f" ({parent} is not there now: is it mounted here?)"
-    beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
-    if root.name in beside and has_run(root):
+    names_beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
+    if root.name in names_beside and has_run(root):
         return ""
-    is_there = root.name in beside
+    is_there = root.name in names_beside
     looked_at = root if is_there and files.is_directory(root) else parent
-    names = files.listing(root) if looked_at is root else beside
+    names = files.listing(root) if looked_at is root else names_beside
     runs = [name for name in sorted(names)[:LOOKED_AT] if has_run(looked_at / name)]
     word = "are the runs" if len(runs) > 1 else "is the run"
-    others = (
+    run_hint = (
         f"; {'in' if looked_at is root else 'beside'} it {word} {', '.join(runs[:SHOWN])}" if runs else ""
     )
-    return f" ({'no run has begun' if is_there else 'nothing is'} there{others})"
+    return f" ({'no run has begun' if is_there else 'nothing is'} there{run_hint})"
 
 
 def patience(timeout_s: float) -> Iterator[float]:

@@ -5,14 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-EMPTY = frozenset(
-    {"said", "found", "given", "of", "about", "told", "one", "made", "wanted", "own", "what", "asked"}
-)
+WORDS = """
+said found given of about told one made wanted own what asked mine theirs ours there here whole held kept left
+rest taken tried moved over both seen gone others how who which apart beside behind away meant
+"""
+EMPTY = frozenset(WORDS.split())
 SWEPT = ("coordinator", "rollout", "trainer")
 """Packages, rooms and files in which the sweep is done."""
 EXCEPTIONS = {
     ("coordinator/protocol/records.py", "given"): "a key of epoch records on disk",
     ("coordinator/journal/events.py", "what"): "a key of events on disk, given as a keyword",
+    ("rollout/environments/openenv.py", "behind"): "an attribute of functions that code_of reads",
+    ("rollout/environments/text_gym.py", "behind"): "an attribute of functions that code_of reads",
+    ("rollout/environments/verifiers.py", "behind"): "an attribute of functions that code_of reads",
 }
 
 
@@ -73,4 +78,18 @@ match 1:
 try: ...
 except OSError as said: ...
 """
-    assert {name for _, name in bound_names(ast.parse(source))} >= EMPTY
+    names = {name for _, name in bound_names(ast.parse(source))}
+    assert names >= {
+        "said",
+        "found",
+        "given",
+        "own",
+        "told",
+        "about",
+        "what",
+        "one",
+        "made",
+        "wanted",
+        "of",
+        "asked",
+    }

@@ -48,7 +48,7 @@ def watched(kept: Counter[int], finished: Counter[int]) -> Callable[[pytest.Monk
 
         def collect(node: Node, iteration: Iteration, share: Share) -> Any:
             if share.kind == "train":
-                kept[iteration.number] += len(share.kept(node.rank))
+                kept[iteration.number] += len(share.in_flight(node.rank))
             return real(node, iteration, share)
 
         async def begun(collector: CollectorProcess, order: Order) -> Any:

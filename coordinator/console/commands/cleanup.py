@@ -62,9 +62,9 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     numbers = _next_epochs(boards)
     listed, keep = look(crews, iteration), _vouched(run_dir, iteration)
     planned = plan(numbers, iteration, listed, keep)
-    kept = _partial(run_dir, iteration) if keep_partial else None
-    if kept is not None:
-        manifest = kept[0]
+    partial = _partial(run_dir, iteration) if keep_partial else None
+    if partial is not None:
+        manifest = partial[0]
         keep |= _named(run_dir, iteration, manifest)
         planned = plan(numbers, iteration, listed, keep)
         print(f"keeps {manifest['groups']} of {manifest['slots']} groups, named by its manifest.json")
@@ -72,8 +72,8 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
         for crew, record in newest.items():
             _claim(crew, run_id, record, iteration, numbers[crew])
         _refuse_newcomers(boards, numbers)
-        if kept is not None:
-            _publish(run_dir, iteration, *kept)
+        if partial is not None:
+            _publish(run_dir, iteration, *partial)
     _remove_all(run_dir, planned, boards, numbers, dry_run)
 
 
@@ -104,12 +104,12 @@ def _vouched(run_dir: RunDir, iteration: int) -> set[Path]:
     """Return the sources of a metrics line of another kind of run: a finished rollout or evaluation."""
     lines = published.metrics_lines(run_dir)
     kinds = {line["kind"] for line in lines if line["iteration"] == iteration}
-    kept: set[Path] = set()
+    vouched: set[Path] = set()
     if kinds & {"rollout", "eval"}:
-        kept |= {run_dir.trajectories("eval", iteration), run_dir.iteration_json(iteration)}
+        vouched |= {run_dir.trajectories("eval", iteration), run_dir.iteration_json(iteration)}
     if "rollout" in kinds:
-        kept.add(run_dir.trajectories("train", iteration))
-    return kept
+        vouched.add(run_dir.trajectories("train", iteration))
+    return vouched
 
 
 # ---- what --keep-partial keeps
@@ -146,8 +146,8 @@ def _partial(run_dir: RunDir, iteration: int) -> tuple[dict[str, Any], list[Grou
 def _named(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any]) -> set[Path]:
     """Return the manifest with its groups.jsonl, and its sources."""
     paths = [run_dir.trajectories("train", iteration) / part["file"] for part in manifest["parts"]]
-    beside = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
-    return {*beside, run_dir.iteration_json(iteration), *paths}
+    documents = (run_dir.manifest("train", iteration), run_dir.groups("train", iteration))
+    return {*documents, run_dir.iteration_json(iteration), *paths}
 
 
 def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -186,7 +186,7 @@ def _wait_for_beats(crews: Iterable[RunDir], look_s: float) -> Boards:
     return now
 
 
-def moved(before: Board, now: Board) -> list[int]:
+def with_new_beats(before: Board, now: Board) -> list[int]:
     """Ranks that have beaten between two listings."""
     since = {rank: beat[2:] for rank, beat in before.beats.items()}
     return sorted(rank for rank, beat in now.beats.items() if beat[2:] > since.get(rank, (0, -1)))
@@ -194,17 +194,17 @@ def moved(before: Board, now: Board) -> list[int]:
 
 def _refuse_beats(before: Boards, now: Boards) -> None:
     """Raise Ended if nodes have beaten. It says who and where they are, and how to stop them."""
-    nodes = [(crew, rank) for crew, board in now.items() for rank in moved(before[crew], board)]
+    nodes = [(crew, rank) for crew, board in now.items() for rank in with_new_beats(before[crew], board)]
     if not nodes:
         return
     contents = {node: _said(*node) for node in nodes}
     hosts = {node: content.get("host", "host unknown") for node, content in contents.items()}
-    who = ", ".join(f"{crew.name(rank)} ({hosts[crew, rank]})" for crew, rank in nodes)
+    names = ", ".join(f"{crew.name(rank)} ({hosts[crew, rank]})" for crew, rank in nodes)
     masters = [node for node in nodes if node[1] == MASTER]
     stopped = masters[:1] or nodes  # stopping a master stops all
-    how = ", ".join(f"kill -INT {contents[node].get('pid', 'PID')} on {hosts[node]}" for node in stopped)
+    advice = ", ".join(f"kill -INT {contents[node].get('pid', 'PID')} on {hosts[node]}" for node in stopped)
     beat = "beats" if len(nodes) == 1 else "beat"
-    raise NodeEnded(Exit.FAILED, f"{who} still {beat}: stop the run first: {how}, or Ctrl+C there")
+    raise NodeEnded(Exit.FAILED, f"{names} still {beat}: stop the run first: {advice}, or Ctrl+C there")
 
 
 def _said(run_dir: RunDir, rank: int) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _outcome(codes: Sequence[int], is_interrupted: bool) -> int:
 
 def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement: Placement) -> Crews | Exit:
     """Wait until each machine has said which devices it has; returns an exit code if one does not come."""
-    said_s, who, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
+    said_s, awaited, default_s = float("-inf"), "", ClusterSettings().rejoin_timeout_s
     timeout_s = loading.check_each(overrides).get("cluster.rejoin_timeout_s", default_s)
     for waited_s in patience(timeout_s):
         if placement_records.read_placement(request.root) != placement:
@@ -153,11 +153,11 @@ def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement:
         path = shlex.quote(str(request.root))
         roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
         commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
-        who = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
+        awaited = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
         if waited_s >= said_s + SAY_AGAIN_S:
             said_s = waited_s
-            log.info("waiting for %s", who)
-    log.error("waited %.0f s for %s. Then start this one again", timeout_s, who)
+            log.info("waiting for %s", awaited)
+    log.error("waited %.0f s for %s. Then start this one again", timeout_s, awaited)
     return Exit.LOST
 
 
@@ -192,13 +192,13 @@ def _follow(start: Callable[[Crew], Child], crews: Sequence[Crew], interrupts: I
             _signal(nodes, interrupts.received[-1])
         for crew, node in list(nodes.items()):
             code = node.poll()
-            others = [other for other in nodes.values() if other.poll() is None]
+            running = [other for other in nodes.values() if other.poll() is None]
             if code == Exit.MOVED:
                 moved_s = min(moved_s, time.monotonic())
             if not is_ending and (code == Exit.USAGE or time.monotonic() >= moved_s + MOVE_S):
                 is_ending = True
                 _signal(nodes, signal.SIGTERM)  # once: at a second one a node ends out of order
-            if code is not None and code < 0 and others and not interrupts.received:
+            if code is not None and code < 0 and running and not interrupts.received:
                 restarts[crew] += 1
                 if restarts[crew] <= MAX_RESTARTS:
                     text = "the %s node of this machine was killed (signal %d): starting it again, %d of %d"

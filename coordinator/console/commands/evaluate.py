@@ -69,12 +69,12 @@ def evaluate(
     sets = _sets(settings)
     if out is not None and (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise SettingsError(f"-o {out}: is there already; give a new directory")
-    kept = dict(loading.flatten(settings.model_dump(mode="json")))
+    values = dict(loading.flatten(settings.model_dump(mode="json")))
     settled = {
-        **{key: kept[key] for key in KEPT},
+        **{key: values[key] for key in KEPT},
         **{key: overrides[key] for key in overrides if key.startswith("engine.")},
         # The default of a model without a run is fitted to its context.
-        **{key: kept[key] for key in LONGEST if root is not None or key in overrides},
+        **{key: values[key] for key in LONGEST if root is not None or key in overrides},
         "model": str(model),
         "rl_phase": "rollout",
         "rollout_split": "eval-only",

@@ -37,10 +37,10 @@ def export(
     """
     run_dir = RunDir(root)
     run = find_run(root)
-    there = published.checkpoints(run_dir)
-    iteration = iteration or max(there, default=0)
-    if iteration not in there:
-        choices = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
+    checkpoints = published.checkpoints(run_dir)
+    iteration = iteration or max(checkpoints, default=0)
+    if iteration not in checkpoints:
+        choices = f"there are {', '.join(map(str, checkpoints))}" if checkpoints else "there is none yet"
         raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {choices}")
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise SettingsError(f"-o {target}: is there already; give a new directory")
@@ -97,11 +97,11 @@ def merge_adapter(adapter: Path, target: Path, dtype: str | None = None) -> Path
 
 def _copy(source: Path, target: Path, expected: Mapping[str, Any]) -> None:
     """Copy the files `expected`; SettingsError for one that is missing or does not have these facts."""
-    there = [name for name in expected if (source / name).is_file()]
-    for name in there:
+    names = [name for name in expected if (source / name).is_file()]
+    for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / name, target / name)
-    copied = hashing.checksums(target, names=there)
+    copied = hashing.checksums(target, names=names)
     if damaged := [name for name, facts in expected.items() if copied.get(name) != facts]:
         raise SettingsError(
             f"{source / damaged[0]} is missing or damaged; nothing was exported, export another iteration"

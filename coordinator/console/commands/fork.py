@@ -69,13 +69,13 @@ def fork(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            whole = RunDir(Path(temporary) / target.name)
-            forked = _link_all(run_dir, whole, iteration)
+            complete = RunDir(Path(temporary) / target.name)
+            forked = _link_all(run_dir, complete, iteration)
             if iteration > 1:
-                published.weigh_checkpoint(whole.checkpoint(iteration - 1))
-            _begin(run_dir, whole, run, iteration, overrides)
-            fill(whole)
-            os.replace(whole.root, target)
+                published.weigh_checkpoint(complete.checkpoint(iteration - 1))
+            _begin(run_dir, complete, run, iteration, overrides)
+            fill(complete)
+            os.replace(complete.root, target)
     except Incomplete as error:
         raise SettingsError(f"--iteration {iteration}: {error}; nothing was made") from None
     except OSError as error:
@@ -96,8 +96,8 @@ def summary(forked: Forked, iteration: int, target: Path) -> str:
 def refuse_unfinished(run_dir: RunDir, iteration: int, done: str = "forked") -> None:
     """Raise SettingsError unless what is before `iteration` is finished, and has left its policy."""
     finished = {line["iteration"] for line in published.metrics_lines(run_dir)}
-    there = published.checkpoints(run_dir)
-    can = sorted({1, *(number + 1 for number in there if number in finished)})
+    checkpoints = published.checkpoints(run_dir)
+    can = sorted({1, *(number + 1 for number in checkpoints if number in finished)})
     if iteration not in can:
         has = "is not finished" if iteration - 1 not in finished else "has no checkpoint any more"
         raise SettingsError(

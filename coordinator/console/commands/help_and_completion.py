@@ -68,9 +68,9 @@ def complete(program: str, apps: Mapping[str, typer.Typer]) -> int:
 
     `apps`: the command without a name, then the others by name.
     """
-    first, *others = apps
+    first, *names = apps
     words, *options = get_command(apps[first]).params
-    commands = {name: get_command(apps[name]) for name in others}
+    commands = {name: get_command(apps[name]) for name in names}
     everything = _CompletionRoot(name=program, commands=commands, params=options, invoke_without_command=True)
     everything.words = words
     return everything(prog_name=program) or 0

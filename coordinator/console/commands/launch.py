@@ -128,8 +128,8 @@ def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
 
 def _this_program() -> str:
     """Return the path of `run` here; a shared home, or an equal installation, has it in the same place."""
-    beside = Path(sys.executable).with_name("run")
-    return str(beside if beside.exists() else Path(sys.argv[0]).absolute())
+    program = Path(sys.executable).with_name("run")
+    return str(program if program.exists() else Path(sys.argv[0]).absolute())
 
 
 def node_commands(program: str, nodes: int, root: Path, words: Sequence[str]) -> list[list[str]]:

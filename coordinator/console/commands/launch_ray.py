@@ -129,7 +129,7 @@ class RayNode:
         while True:
             code = self._live()
             if code is None:
-                self._cluster.away.add(self._rank)
+                self._cluster.down.add(self._rank)
             if not self._comes_back(code) or restarts == MAX_RESTARTS:
                 return code
             restarts += 1
@@ -145,7 +145,7 @@ class RayNode:
         if not self._was_started or self._is_ending:
             return False
         if code == Exit.LOST:
-            return not self._cluster.away
+            return not self._cluster.down
         return is_death(code)
 
     def _live(self) -> int | None:
@@ -156,7 +156,7 @@ class RayNode:
                 return Exit.INTERRUPTED if self._is_ending else self._cluster.ended.get(MASTER, Exit.LOST)
             self.name = f"rank {self._rank}, {host}"
             ray.get(self._actor.start.remote(self._argv))
-            self._cluster.away.discard(self._rank)
+            self._cluster.down.discard(self._rank)
             reached_s = said_s = time.monotonic()
             while True:
                 try:
@@ -191,14 +191,14 @@ class RayNode:
         cluster = self._cluster
         answer, said_s = self._actor.host.remote(), time.monotonic()
         while not cluster.ray.wait([answer], timeout=LOOK_S)[0]:
-            others = set(range(len(cluster.names))) - cluster.away
-            is_over = bool(cluster.ended) and others <= cluster.ended.keys()
+            alive = set(range(len(cluster.names))) - cluster.down
+            is_over = bool(cluster.ended) and alive <= cluster.ended.keys()
             if self._is_ending or (self._was_started and is_over):
                 return None
             if time.monotonic() - said_s >= SAY_AGAIN_S:
                 said_s = time.monotonic()
-                there = ", ".join(map(str, machines(cluster.ray)))
-                say(f"{self.name}: waits for a machine with {cluster.needs(self._rank)}; alive: {there}")
+                listing = ", ".join(map(str, machines(cluster.ray)))
+                say(f"{self.name}: waits for a machine with {cluster.needs(self._rank)}; alive: {listing}")
         host, run_json = cluster.ray.get(answer), str(RunDir(cluster.root).run_json)
         # On the first machines the directory was tried before. A master that died early has made no run.
         if self._was_started and cluster.others_see(self._rank, run_json):

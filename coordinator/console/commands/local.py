@@ -98,8 +98,8 @@ def _refuse_placement(root: Path, placement: Placement, is_kept: bool) -> None:
     try:
         placement_records.check(root, placement, dict.fromkeys(range(placement.num_nodes), count_devices()))
     except SettingsError as error:
-        kept = " (as at the last start; --reset-settings cluster.place places nothing)" if is_kept else ""
-        raise SettingsError(f"{error}{kept}") from None
+        hint = " (as at the last start; --reset-settings cluster.place places nothing)" if is_kept else ""
+        raise SettingsError(f"{error}{hint}") from None
 
 
 def _await_placement(root: Path, placement: Placement, master: Child, interrupts: Interrupts) -> None:

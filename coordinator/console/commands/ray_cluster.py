@@ -48,8 +48,8 @@ def connect(address: str) -> Any:
 
 def _cause(error_text: str) -> str:
     """Return Ray's error text in one line; of a traceback of its server the last line."""
-    begin, traceback, rest = error_text.partition("Traceback (most recent call last)")
-    last = rest.strip().splitlines()[-1] if traceback else ""
+    begin, traceback, trace = error_text.partition("Traceback (most recent call last)")
+    last = trace.strip().splitlines()[-1] if traceback else ""
     return " ".join(f"{begin} {last}".split())[:SAID_CHARACTERS]
 
 
@@ -79,7 +79,7 @@ class Cluster:
     def __init__(self, address: str, nodes: int, gpus: str | None, cpus: str | None) -> None:
         self.names = [f"rank {rank}" for rank in range(nodes)]
         self.address = address
-        self.away: set[int] = set()
+        self.down: set[int] = set()
         """Ranks whose machine has died, until they run again."""
         self.ended: dict[int, int] = {}
         """The exit code of each rank that has ended for good."""
@@ -103,9 +103,9 @@ class Cluster:
         self._bundles = bundles(machines(self.ray), self._asked, self.address)
         self._group = self.ray.util.placement_group(self._bundles, strategy="STRICT_SPREAD")
         if not self._group.wait(PLACE_S):
-            there = ", ".join(map(str, machines(self.ray)))
+            listing = ", ".join(map(str, machines(self.ray)))
             raise SettingsError(
-                f"--ray {self.address}: other jobs use the machines ({there}); {len(self.names)} were not "
+                f"--ray {self.address}: other jobs use the machines ({listing}); {len(self.names)} were not "
                 f"free within {PLACE_S:.0f} s; wait, or ask for less (--gpus-per-node, --cpus-per-node)"
             )
         self.relays = [self.new_relay(rank) for rank in range(len(self.names))]
@@ -128,8 +128,8 @@ class Cluster:
 
     def others_see(self, rank: int, path: str) -> bool:
         """Return whether the machine of another rank lists a file."""
-        others = [self.relays[other] for other in range(len(self.names)) if other not in {rank, *self.away}]
-        for answer in [other.sees.remote(path, 0.0) for other in others]:
+        relays = [self.relays[other] for other in range(len(self.names)) if other not in {rank, *self.down}]
+        for answer in [other.sees.remote(path, 0.0) for other in relays]:
             with contextlib.suppress(self.ray.exceptions.RayError):  # it has just died, or does not answer
                 if self.ray.get(answer, timeout=SEEN_S):
                     return True
@@ -149,16 +149,16 @@ class Cluster:
 
     def _refuse_blind(self) -> None:
         """SettingsError if a machine does not see the directory that the first one writes in."""
-        first, *others = self.relays
+        first, *relays = self.relays
         try:
             hosts = self.ray.get([node.host.remote() for node in self.relays], timeout=PLACE_S)
             mark = self.ray.get(first.mark.remote(str(self.root)), timeout=PLACE_S)
             try:
-                answers = [node.sees.remote(mark, SEEN_S) for node in others]
+                answers = [node.sees.remote(mark, SEEN_S) for node in relays]
                 answered: Any = []
                 if answers:  # a mount may hang
                     answered, _ = self.ray.wait(answers, num_returns=len(answers), timeout=2 * SEEN_S)
-                seen = [answer in answered and self.ray.get(answer) for answer in answers]
+                answered_yes = [answer in answered and self.ray.get(answer) for answer in answers]
             finally:
                 self.ray.get(first.unmark.remote(mark), timeout=PLACE_S)
         except self.ray.exceptions.RayError as error:
@@ -166,7 +166,7 @@ class Cluster:
             raise SettingsError(
                 f"--log-path {self.root}: cannot try it on the machines: {error_text}"
             ) from None
-        blind = [f"rank {rank} ({hosts[rank]})" for rank, saw in enumerate(seen, 1) if not saw]
+        blind = [f"rank {rank} ({hosts[rank]})" for rank, saw in enumerate(answered_yes, 1) if not saw]
         if blind:
             raise SettingsError(
                 f"--log-path {self.root}: {', '.join(blind)} does not see what rank 0 ({hosts[0]}) writes in "

@@ -53,27 +53,27 @@ def bundles(machines: Sequence[Machine], demand: NodeResources, address: str) ->
     A node that asks for all gets the largest machine that is left, the others the smallest that is enough.
     """
     nodes = len(demand.gpus)
-    left = sorted((m for m in machines if m.cpus), key=lambda machine: (machine.gpus, machine.cpus))
-    there = ", ".join(map(str, machines)) or "none"
-    if len(left) < nodes:
+    usable = sorted((m for m in machines if m.cpus), key=lambda machine: (machine.gpus, machine.cpus))
+    listing = ", ".join(map(str, machines)) or "none"
+    if len(usable) < nodes:
         raise SettingsError(
-            f"--num-nodes {nodes}: the Ray cluster at {address} has {len(left)} machines with CPUs: {there}; "
-            f"start Ray on {nodes - len(left)} more, or give a smaller number"
+            f"--num-nodes {nodes}: the Ray cluster at {address} has {len(usable)} machines with CPUs: "
+            f"{listing}; start Ray on {nodes - len(usable)} more, or give a smaller number"
         )
     by_rank: dict[int, Bundle] = {}
     needs = list(zip(demand.gpus, demand.cpus, strict=True))
     # those that ask for a number first, the most first
     for rank in sorted(range(nodes), key=lambda rank: tuple(-(number or 0.0) for number in needs[rank])):
         gpus, cpus = needs[rank]
-        fits = [m for m in left if m.gpus >= (gpus or 0) and m.cpus >= (cpus or 0)]
+        fits = [m for m in usable if m.gpus >= (gpus or 0) and m.cpus >= (cpus or 0)]
         if not fits:
             ask = f"{gpus or 0:g} GPUs and {cpus or 0:g} CPUs"
             raise SettingsError(
                 f"rank {rank} asks for {ask}, and no machine of the Ray cluster at {address} has them left; "
-                f"there are: {there}"
+                f"there are: {listing}"
             )
         machine = fits[-1] if gpus is None and cpus is None else fits[0]
-        left.remove(machine)
+        usable.remove(machine)
         numbers = {"GPU": machine.gpus if gpus is None else gpus, "CPU": cpus or machine.cpus}
         by_rank[rank] = {name: number for name, number in numbers.items() if number}
     return [by_rank[rank] for rank in range(nodes)]

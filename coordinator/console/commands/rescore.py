@@ -81,10 +81,10 @@ class Rescorer:
         _refuse(settings, self.numbers)
         self._code = load_functions(reward, "single_turn").reward
         # To score takes neither an engine nor tasks to evaluate on.
-        here = {REWARD: reward, "cluster.place": (), "rollout_split": None, "eval.interval": 0}
-        inputs = load_inputs(loading.overlay(settings, {**here, "rl_phase": "update"}), {})
+        replaced = {REWARD: reward, "cluster.place": (), "rollout_split": None, "eval.interval": 0}
+        inputs = load_inputs(loading.overlay(settings, {**replaced, "rl_phase": "update"}), {})
         refuse_changes(run, fixed_of(settings, inputs))
-        refuse_unscored(loading.overlay(settings, {**here, "rl_phase": "both"}), inputs.tasks, None, {})
+        refuse_unscored(loading.overlay(settings, {**replaced, "rl_phase": "both"}), inputs.tasks, None, {})
         self._tasks: Sequence[Task] = inputs.tasks.tasks
         self._settings = settings.rollout
         self._reward = resolve_reward(reward)
@@ -94,19 +94,19 @@ class Rescorer:
         """What was scored so far."""
 
     def _with_samples(self, first: int, last: int | None) -> list[int]:
-        there = [
+        with_samples = [
             number
             for number, _ in by_iteration(self._run_dir.trajectories("train", 0).parent)
             if published.read_manifest(self._run_dir, "train", number) is not None
         ]
-        last = max([first, *there]) if last is None else last
+        last = max([first, *with_samples]) if last is None else last
         if last < first:
             raise SettingsError(f"--last {last}: is before --iteration {first}; give it or a later one")
         numbers = [*range(first, last + 1)]
-        if lacking := sorted({*numbers} - {*there}):
+        if lacking := sorted({*numbers} - {*with_samples}):
             raise SettingsError(
                 f"--iteration {first}: {self._run_dir.root} has no samples of {iterations_text(lacking)}; "
-                f"there are those of iterations {listed(sorted(there))}"
+                f"there are those of iterations {listed(sorted(with_samples))}"
             )
         return numbers
 

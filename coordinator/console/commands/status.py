@@ -20,8 +20,8 @@ def show_status(root: Path, as_json: bool, watch: bool) -> None:
     beginning on.
     """
     if watch and not root.is_file() and not has_run(root):
-        there = what_is_there(RunDir(root))
-        print(f"waiting for a run at {root}{there}; Ctrl+C to stop", file=sys.stderr, flush=True)
+        present = what_is_there(RunDir(root))
+        print(f"waiting for a run at {root}{present}; Ctrl+C to stop", file=sys.stderr, flush=True)
         while not has_run(root):
             time.sleep(AGAIN_S)
     run = Run(root)

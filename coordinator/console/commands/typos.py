@@ -76,10 +76,10 @@ def part_of_value(word: str, arguments: Sequence[str]) -> str:
     if len(values) > 1 and key in _WITH_COMMAS:
         return f"write commas without spaces: {key} {','.join(items(','.join(values)))}"
     if sign and isinstance(parse_value(value), str):
-        behind = arguments[len(before) :]
-        rest = itertools.takewhile(lambda other: "=" not in other and not other.startswith("-"), behind)
-        whole = " ".join([value, *rest])
-        quoted = shlex.quote(f"{key}={as_list(whole) if whole.startswith('[') else whole}")
+        from_word = arguments[len(before) :]
+        pieces = itertools.takewhile(lambda other: "=" not in other and not other.startswith("-"), from_word)
+        joined = " ".join([value, *pieces])
+        quoted = shlex.quote(f"{key}={as_list(joined) if joined.startswith('[') else joined}")
         return f"the shell divides a value at spaces; quote it: {quoted}"
     return ""
 
@@ -158,12 +158,12 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
     known = known_keys()
     near = difflib.get_close_matches(typed, options, n=1, cutoff=0.7)
     setting = suggestions.known_as(typed, known) or ("" if near else suggestions.spelled_like(typed, known))
-    meant = _typed(setting) if setting else "".join(near)
-    if setting and meant not in options:  # perhaps an option of `run` that this command lacks
+    guess = _typed(setting) if setting else "".join(near)
+    if setting and guess not in options:  # perhaps an option of `run` that this command lacks
         takes_settings = any(param.name == "words" for param in params)
-        near = near if meant == typed or not takes_settings else []
-        meant = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
-    return f"did you mean {meant}?{suggestions.counted(typed) if setting else ''}" if meant else ""
+        near = near if guess == typed or not takes_settings else []
+        guess = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
+    return f"did you mean {guess}?{suggestions.counted(typed) if setting else ''}" if guess else ""
 
 
 def _params(error: typer.TyperException) -> list[Any]:

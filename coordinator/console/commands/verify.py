@@ -62,11 +62,11 @@ def verify(root: Path, iteration: int | None, files_only: bool) -> int:
     no checkpoint of `iteration`.
     """
     run = Run(root)
-    there = published.checkpoints(run.run_dir)
-    if not there:
+    checkpoints = published.checkpoints(run.run_dir)
+    if not checkpoints:
         raise SettingsError(f"--log-path {root}: there is no checkpoint yet, so there is nothing to verify")
-    if iteration not in (None, *there):
-        choices = f"there are {', '.join(map(str, there))}"
+    if iteration not in (None, *checkpoints):
+        choices = f"there are {', '.join(map(str, checkpoints))}"
         raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {choices}")
     record = last_start(root)
     if record is None:
@@ -78,15 +78,15 @@ def verify(root: Path, iteration: int | None, files_only: bool) -> int:
     if chain.broken or files_only:
         return int(bool(chain.broken))
     try:
-        return 0 if _comes_out_again(run, iteration or there[-1], record, base) else 1
+        return 0 if _comes_out_again(run, iteration or checkpoints[-1], record, base) else 1
     except IterationNotRepeatable as error:
         print(f"run: {plain(str(error))}", file=sys.stderr)
         return 1
 
 
 def _described(chain: Chain) -> Iterator[str]:
-    kept = (("checkpoints", chain.checkpoints), ("batches", chain.batches), ("samples", chain.samples))
-    counts = ", ".join(f"{name} ({len(numbers)})" for name, numbers in kept)
+    holdings = (("checkpoints", chain.checkpoints), ("batches", chain.batches), ("samples", chain.samples))
+    counts = ", ".join(f"{name} ({len(numbers)})" for name, numbers in holdings)
     yield f"digests of {counts}: " + ("NOT ALL FIT" if chain.broken else "each fits the next")
     yield from (f"  {problem}" for problem in chain.broken)
 
@@ -131,15 +131,16 @@ def _comes_out_again(run: Run, number: int, record: EpochRecord, base: Path) -> 
         if parting is None:
             print(f"iteration {number}, trained again here on its samples: weights equal bit for bit")
             return not samples_differ
-        ours = again.checkpoint(number)
-        apart, way = _distance(
-            run_dir.checkpoint(number), ours, run_dir.checkpoint(number - 1) if number > 1 else base
+        trained_again = again.checkpoint(number)
+        distance, way = _distance(
+            run_dir.checkpoint(number), trained_again, run_dir.checkpoint(number - 1) if number > 1 else base
         )
     print(
-        f"iteration {number}, trained again here on its samples: {parting.text}; the weights lie {apart:.1e} "
-        f"from those of the run, on a way of {way:.1e} (up to {TOLERANCE:g} of it counts as the same)"
+        f"iteration {number}, trained again here on its samples: {parting.text}; the weights lie "
+        f"{distance:.1e} from those of the run, on a way of {way:.1e} (up to {TOLERANCE:g} of it counts as "
+        "the same)"
     )
-    return apart <= TOLERANCE * way and not samples_differ
+    return distance <= TOLERANCE * way and not samples_differ
 
 
 def _repeats_samples(settings: dict[str, Any], number: int, manifest: dict[str, Any] | None) -> bool:
@@ -209,17 +210,19 @@ def _reason(lines: list[str]) -> str:
     return next(reversed(errors or lines), "").removeprefix("run: ")
 
 
-def _distance(theirs: Path, ours: Path, before: Path) -> tuple[float, float]:
+def _distance(first: Path, second: Path, before: Path) -> tuple[float, float]:
     """Return how far two models lie from each other, and the first one from the model before it, as norms
     over all weights. Tensors that the model before lacks count whole, as adapters at their start.
     """
-    apart = way = 0.0
-    others, begun = _places(ours), _places(before)
-    for name, place in _places(theirs).items():
-        here = _array(*place)
-        apart += float(np.sum((here - _array(*others[name])) ** 2)) if name in others else math.inf
-        way += float(np.sum((here - _array(*begun[name])) ** 2 if name in begun else here**2))
-    return math.sqrt(apart), math.sqrt(way)
+    distance = way = 0.0
+    second_places, begun = _places(second), _places(before)
+    for name, place in _places(first).items():
+        values = _array(*place)
+        distance += (
+            float(np.sum((values - _array(*second_places[name])) ** 2)) if name in second_places else math.inf
+        )
+        way += float(np.sum((values - _array(*begun[name])) ** 2 if name in begun else values**2))
+    return math.sqrt(distance), math.sqrt(way)
 
 
 def _places(directory: Path) -> dict[str, tuple[Path, str, int, int]]:

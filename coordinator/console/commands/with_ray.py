@@ -51,8 +51,8 @@ def with_ray(command: Sequence[str], nodes: int, port: int, deadline_s: float) -
     start = [str(ray), "start", "--block", "--disable-usage-stats"]
     with Children() as children:
         if head in own_names():
-            mine = [f"--node-ip-address={head}"] if _is_ip(head) else []
-            begun = children.start("ray", [*start, "--head", f"--port={port}", *mine], env=QUIET)
+            address_option = [f"--node-ip-address={head}"] if _is_ip(head) else []
+            begun = children.start("ray", [*start, "--head", f"--port={port}", *address_option], env=QUIET)
             return _lead(children, begun, command, nodes, address, deadline_s)
         return _join(children, [*start, f"--address={address}"], address, deadline_s)
 
@@ -61,9 +61,9 @@ def _lead(
     children: Children, head: Child, command: Sequence[str], nodes: int, address: str, deadline_s: float
 ) -> int:
     """Wait for the others, then run the command and pass on signals; return its exit code."""
-    if (there := _gather(head, nodes, address, deadline_s)) < nodes:
-        hint = plain(head.tail(3)) if there == 0 else "start the same command on the others"
-        say(f"with-ray: {there} of {nodes} machines are there at {address}; {hint}")
+    if (count := _gather(head, nodes, address, deadline_s)) < nodes:
+        hint = plain(head.tail(3)) if count == 0 else "start the same command on the others"
+        say(f"with-ray: {count} of {nodes} machines are there at {address}; {hint}")
         return Exit.LOST
     interrupts = Interrupts()
     try:
@@ -88,11 +88,11 @@ def _gather(head: Child, nodes: int, address: str, deadline_s: float) -> int:
         time.sleep(LOOK_S)
     ray = connect(address)
     try:
-        while (there := len(machines(ray))) < nodes and time.monotonic() < deadline_s and head.poll() is None:
+        while (count := len(machines(ray))) < nodes and time.monotonic() < deadline_s and head.poll() is None:
             time.sleep(LOOK_S)
     finally:
         ray.shutdown()
-    return there
+    return count
 
 
 def _join(children: Children, start: Sequence[str], address: str, deadline_s: float) -> int:

@@ -177,16 +177,16 @@ def judge_replace(renames: int, reads: int, missing: int, torn: int) -> Check:
     return Check("atomic rename", figure, values=values)
 
 
-def judge_move(count: int, seconds: float, partial_sizes: int, whole: bool, written_s: float) -> Check:
+def judge_move(count: int, seconds: float, partial_sizes: int, is_whole: bool, written_s: float) -> Check:
     """Judge the rename of a file of `count` bytes, which took `written_s` to write.
 
-    `partial_sizes`: how many sizes in between were seen. `whole`: whether the file had its size in the end.
+    `partial_sizes`: how many sizes in between were seen. `is_whole`: whether the file had all of it.
     """
     values = {"bytes": count, "seconds": seconds, "partial_sizes": partial_sizes}
     figure = f"{size(count)} in {duration(seconds)}"
     if partial_sizes:
         figure += f", seen growing ({partial_sizes} sizes in between)"
-    if not whole:
+    if not is_whole:
         advice = "the renamed file is not complete, or not shown so: use another filesystem"
         return Check("big rename", figure, "fail", advice, values)
     if partial_sizes or seconds > max(COPY_S, 0.2 * written_s):

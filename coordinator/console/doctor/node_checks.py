@@ -122,8 +122,8 @@ def judge_listings(listings: Mapping[int, Mapping[str, float]], mount: Mount) ->
     old = {rank: facts["unchanged_s"] for rank, facts in sorted(listings.items()) if facts}
     if not old:
         return []
-    which = ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in old.items())
-    figure = f"hid others' names, unchanged for up to: {which}; a name made and removed first shows them"
+    ages = ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in old.items())
+    figure = f"hid others' names, unchanged for up to: {ages}; a name made and removed first shows them"
     advice = f"a run does so by itself, with two more calls for each listing; {cache_advice(mount)}"
     values = {str(rank): dict(facts) for rank, facts in listings.items()}
     return [Check("listings", figure, "slow", advice, values)]
@@ -152,11 +152,13 @@ def judge_training_addresses(doors: Mapping[int, Mapping[str, Any]]) -> Check:
 
 def judge_ports(doors: Mapping[int, Mapping[str, Any]], reached: Mapping[int, Mapping[str, str]]) -> Check:
     """Judge what each rank met at the doors of the others; an empty text means that it connected."""
-    tried = [(rank, int(other), text) for rank, met in sorted(reached.items()) for other, text in met.items()]
-    bad = [f"{rank} to {other} ({doors[other]['ip']}): {text}" for rank, other, text in tried if text]
-    values = {"connections": len(tried), "failed": bad}
+    connections = [
+        (rank, int(other), text) for rank, met in sorted(reached.items()) for other, text in met.items()
+    ]
+    bad = [f"{rank} to {other} ({doors[other]['ip']}): {text}" for rank, other, text in connections if text]
+    values = {"connections": len(connections), "failed": bad}
     if not bad:
-        return Check("ports", f"all {len(tried)} connections between nodes work", values=values)
+        return Check("ports", f"all {len(connections)} connections between nodes work", values=values)
     advice = "training needs any free TCP port between all nodes: open the firewall, or repair the route"
     return Check("ports", "; ".join(bad), "fail", advice, values)
 

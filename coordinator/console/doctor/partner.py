@@ -124,12 +124,12 @@ def _replace(path: str, seconds: float) -> int:
 
 def _move(source: str, target: str) -> float:
     """Rename there, back, and there again; return the shortest time, since a busy disk may delay one."""
-    taken: list[float] = []
+    seconds: list[float] = []
     for old, new in ((source, target), (target, source), (source, target)):
         started_s = time.monotonic()
         files.rename(Path(old), Path(new))
-        taken.append(time.monotonic() - started_s)
-    return min(taken)
+        seconds.append(time.monotonic() - started_s)
+    return min(seconds)
 
 
 def _create(path: str) -> bool:

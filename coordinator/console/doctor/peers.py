@@ -161,10 +161,10 @@ def open_door(doors: contextlib.ExitStack, rank: int, peers: Mapping[str, Any], 
 
     `peers`: the addresses that each rank publishes. A program that connects gets the token; nothing is read.
     """
-    mine = Peer.from_dict(peers[str(rank)])
-    others = [Peer.from_dict(peer) for key, peer in peers.items() if key != str(rank)]
+    own_peer = Peer.from_dict(peers[str(rank)])
+    peers_elsewhere = [Peer.from_dict(peer) for key, peer in peers.items() if key != str(rank)]
     try:
-        ip = network.address_towards(mine, others)
+        ip = network.address_towards(own_peer, peers_elsewhere)
         interface = network.interface_towards(ip)
         server = _Doorkeeper((ip, 0), token)
     except (network.NetworkError, OSError) as error:
@@ -194,9 +194,9 @@ class _Doorkeeper(socketserver.TCPServer):
 
 def try_doors(rank: int, doors: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Connect to the door of each other rank; return what went wrong there, an empty text if nothing did."""
-    others = {key: door for key, door in doors.items() if key != str(rank)}
-    with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
-        return dict(zip(others, pool.map(_knock, others.values()), strict=True))
+    doors_elsewhere = {key: door for key, door in doors.items() if key != str(rank)}
+    with ThreadPoolExecutor(max_workers=max(1, len(doors_elsewhere))) as pool:
+        return dict(zip(doors_elsewhere, pool.map(_knock, doors_elsewhere.values()), strict=True))
 
 
 def _knock(door: Mapping[str, Any]) -> str:

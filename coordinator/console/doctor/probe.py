@@ -124,8 +124,8 @@ def check_create(directory: Path, partner: Partner) -> Check:
     while not winners or (len(winners) < NAMES and time.monotonic() < started_s + BUDGET_S):
         path = directory / f"claim_{len(winners):03d}"
         partner.tell("create", path=str(path))
-        mine = once.create_once(path, b"the first process")
-        winners.append(mine + partner.answer())
+        is_first = once.create_once(path, b"the first process")
+        winners.append(is_first + partner.answer())
     doubled, orphaned = winners.count(2), winners.count(0)
     return judge.judge_create(len(winners), doubled, orphaned, has_hard_links(directory))
 
@@ -148,23 +148,23 @@ def has_hard_links(directory: Path) -> bool:
 
 def check_visibility(directory: Path, partner: Partner, mount: Mount) -> list[Check]:
     """Measure when this process sees what the partner publishes and removes."""
-    seen, gone, stale = list[float](), list[float](), list[float]()
+    seen_s, gone_s, stale = list[float](), list[float](), list[float]()
     started_s = time.monotonic()
-    while not seen or (len(seen) < ROUNDS and time.monotonic() < started_s + BUDGET_S):
-        name = f"seen_{len(seen):03d}"
+    while not seen_s or (len(seen_s) < ROUNDS and time.monotonic() < started_s + BUDGET_S):
+        name = f"seen_{len(seen_s):03d}"
         path = directory / name
         published_s = partner.ask("publish", path=str(path))
-        seen.append(_until(lambda p=path: _is_readable(p), published_s, SEEN_S))
+        seen_s.append(_until(lambda p=path: _is_readable(p), published_s, SEEN_S))
         removed_s = partner.ask("remove", path=str(path))
-        gone.append(_until(lambda n=name: n not in files.listing(directory), removed_s, STALE_S))
-        early = directory / f"early_{len(seen):03d}"
+        gone_s.append(_until(lambda n=name: n not in files.listing(directory), removed_s, STALE_S))
+        early = directory / f"early_{len(seen_s):03d}"
         os.path.exists(early)  # from now on the mount may remember that there is no such file
         published_s = partner.ask("publish", path=str(early))
         stale.append(_until(lambda e=early: os.path.exists(e), published_s, STALE_S))
     gone_for, found_for = "a removed name was shown for", "a name sought too early was hidden for"
     return [
-        judge.judge_visible("visibility", Latency(tuple(seen)), mount, "another's file"),
-        judge.judge_stale("stale listing", Latency(tuple(gone)), STALE_S, mount, gone_for),
+        judge.judge_visible("visibility", Latency(tuple(seen_s)), mount, "another's file"),
+        judge.judge_stale("stale listing", Latency(tuple(gone_s)), STALE_S, mount, gone_for),
         judge.judge_stale("stale lookup", Latency(tuple(stale)), STALE_S, mount, found_for),
     ]
 
@@ -192,21 +192,21 @@ def check_flags(directory: Path, mount: Mount) -> list[Check]:
     """Publish small files like flags; then list them until all of them are there."""
     flags = directory / "flags"
     files.make_directory(flags)
-    taken: list[float] = []
+    publish_s: list[float] = []
     started_s = time.monotonic()
-    while not taken or (len(taken) < FLAGS and time.monotonic() < started_s + BUDGET_S):
+    while not publish_s or (len(publish_s) < FLAGS and time.monotonic() < started_s + BUDGET_S):
         before_s = time.monotonic()
-        files.publish(flags / f"flag_{len(taken):06d}.ok", b"{}", durable=False)
-        taken.append(time.monotonic() - before_s)
-    own_s = _until(lambda: len(files.listing(flags)) >= len(taken), time.monotonic(), SEEN_S)
+        files.publish(flags / f"flag_{len(publish_s):06d}.ok", b"{}", durable=False)
+        publish_s.append(time.monotonic() - before_s)
+    own_s = _until(lambda: len(files.listing(flags)) >= len(publish_s), time.monotonic(), SEEN_S)
     listing: list[float] = []
     for _ in range(20):
         before_s = time.monotonic()
         files.listing(flags)
         listing.append(time.monotonic() - before_s)
     return [
-        judge.judge_flags(Latency(tuple(taken))),
-        judge.judge_listing(len(taken), Latency(tuple(listing)), own_s, mount),
+        judge.judge_flags(Latency(tuple(publish_s))),
+        judge.judge_listing(len(publish_s), Latency(tuple(listing)), own_s, mount),
     ]
 
 
@@ -226,11 +226,11 @@ def check_big_file(directory: Path, partner: Partner) -> list[Check]:
         partial.add(_listed_size(target))
         return written in partial
 
-    whole = math.isfinite(_until(is_whole, time.monotonic(), SEEN_S))
+    has_size = math.isfinite(_until(is_whole, time.monotonic(), SEEN_S))
     partial -= {-1, written}
     return [
         judge.judge_write(written, written_s),
-        judge.judge_move(written, seconds, len(partial), whole, written_s),
+        judge.judge_move(written, seconds, len(partial), has_size, written_s),
     ]
 
 

@@ -126,8 +126,8 @@ def _own_checks(root: Path, is_new: bool, work: Path, mount: Mount) -> Checks:
 
 def _leftovers(site: Path) -> Checks:
     """Report files of other doctors in the directory; these may be alive, so nothing is removed."""
-    if others := files.listing(site):
-        figure = f"{len(others)} names of another doctor in {site}"
+    if names := files.listing(site):
+        figure = f"{len(names)} names of another doctor in {site}"
         check = Check("leftovers", figure, "warn", f"if no other runs now: rm -r {shlex.quote(str(site))}")
         yield "leftovers", lambda: [check]
 

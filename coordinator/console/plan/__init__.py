@@ -111,8 +111,8 @@ def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], w
     lines += [
         f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in findings.machine_rates.items()
     ]
-    rest = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
-    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in rest.items()))
+    other_seconds = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
+    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in other_seconds.items()))
     lines += ["", f"expected seconds{'' if same else f' with {_count(measured)}'}:", _row("", *COLUMNS)]
     # The one crew is always among what is shown: the others are compared with it.
     shown = [n for n, option in enumerate(options) if n < SHOWN - 1 or option.is_collocated]
@@ -130,10 +130,10 @@ def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], w
     if findings.shares_cores and not best.is_collocated:
         lines.append("But these nodes share the cores of one host, for which two crews would compete.")
     if words:
-        others = (
+        elsewhere = (
             "" if len(findings.machine_rates) < 2 and not findings.in_crews else ", on the others as before"
         )
-        lines += [f"stop the run, then type on the master's machine{others}:", f"  {words}"]
+        lines += [f"stop the run, then type on the master's machine{elsewhere}:", f"  {words}"]
     return lines
 
 
@@ -172,18 +172,18 @@ def _verdict(findings: Findings, measured: RunFigures, options: Sequence[Option]
     if not best.is_collocated:
         times = together.seconds / best.seconds
         return f"best: two crews, {times:.2f} times as fast as one crew on the same devices"
-    others = [option for option in options[1:] if not option.refused]
+    splits = [option for option in options[1:] if not option.refused]
     if findings.in_crews:
         return (
-            f"go back to one crew: {_seconds(others[0].seconds)} s in two"
-            if others
+            f"go back to one crew: {_seconds(splits[0].seconds)} s in two"
+            if splits
             else "go back to one crew"
         )
     if len(measured.devices) == 1:
         return "stay collocated: with one device nothing is gained by two crews"
-    if not others:
+    if not splits:
         return "stay collocated: no split of the devices is possible"
-    return f"stay collocated: the best split would take {_seconds(others[0].seconds)} s"
+    return f"stay collocated: the best split would take {_seconds(splits[0].seconds)} s"
 
 
 def _count(measured: RunFigures) -> str:

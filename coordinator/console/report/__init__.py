@@ -47,7 +47,7 @@ def write_comparison(first: Path, second: Path, lines: Sequence[str], out: Path)
     they differ. Returns its path; raises SettingsError as write_report.
     """
     metrics = {name: published.metrics_lines(RunDir(root)) for name, root in (("A", first), ("B", second))}
-    contents = {"lines": lines, "charts": curves.both(metrics), "size": SIZE, "made_at": _now()}
+    contents = {"lines": lines, "charts": curves.of_runs(metrics), "size": SIZE, "made_at": _now()}
     _write(out, _fill("comparison.html.j2", contents))
     return out
 

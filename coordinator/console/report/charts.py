@@ -67,14 +67,14 @@ class Chart:
         return replace(self, fork=(place, iteration))
 
 
-def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    """Round numbers in about `count` steps, the first <= low, the last >= high; `whole`: integers."""
+def nice_ticks(low: float, high: float, count: int, integers: bool = False) -> list[float]:
+    """Round numbers in about `count` steps, the first <= low, the last >= high; `integers`: integers."""
     span = high - low or abs(high) or 1.0
-    rough = max(span / count, 1.0) if whole else span / count
+    rough = max(span / count, 1.0) if integers else span / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(
         power * factor
-        for factor in ((1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10))
+        for factor in ((1, 2, 5, 10) if integers else (1, 2, 2.5, 5, 10))
         if power * factor >= rough * (1 - 1e-9)
     )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -179,7 +179,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _iteration_ticks(first: int, last: int) -> list[int]:
-    ticks = {round(tick) for tick in nice_ticks(first, last, 6, whole=True)} if last > first else {first}
+    ticks = {round(tick) for tick in nice_ticks(first, last, 6, integers=True)} if last > first else {first}
     return sorted(tick for tick in ticks if first <= tick <= last)
 
 

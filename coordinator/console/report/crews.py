@@ -38,8 +38,8 @@ def busy_s(master: Sequence[Span], last: int = LAST) -> float | None:
             broken.add(span.iteration)
         elif span.phase != IDLE:
             seconds[span.iteration] = seconds.get(span.iteration, 0.0) + span.end_s - span.begin_s
-    whole = [spent for number, spent in sorted(seconds.items()) if number not in broken]
-    return statistics.median(whole[-last:]) if whole else None
+    complete = [spent for number, spent in sorted(seconds.items()) if number not in broken]
+    return statistics.median(complete[-last:]) if complete else None
 
 
 class CrewFigures(NamedTuple):

@@ -89,10 +89,10 @@ def by_policy(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None
     known = [policy if isinstance(policy, int) else None for policy in policies]
     if all(policy in {None, line["iteration"] - 1} for policy, line in zip(known, lines, strict=True)):
         return None
-    moved = [
+    by_iteration = [
         {**line, "iteration": policy} for policy, line in zip(known, lines, strict=True) if policy is not None
     ]
-    return sorted(moved, key=lambda line: line["iteration"])
+    return sorted(by_iteration, key=lambda line: line["iteration"])
 
 
 def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[Chart]:
@@ -116,14 +116,14 @@ def charts(lines: Sequence[Mapping[str, Any]], fork: int | None = None) -> list[
     return drawn_charts if fork is None else [drawn.forked_at(fork) for drawn in drawn_charts]
 
 
-def both(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+def of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
     """Return the charts of several runs, by name, each with the curves of all of them."""
-    moved = {name: by_policy(lines) for name, lines in runs.items()}
+    by_name = {name: by_policy(lines) for name, lines in runs.items()}
     axis, measuring = "iteration", dict(runs)
-    if any(moved.values()):
+    if any(by_name.values()):
         axis = "policy of iteration"
         measuring = {
-            name: moved[name] or [{**line, "iteration": line["iteration"] - 1} for line in lines]
+            name: by_name[name] or [{**line, "iteration": line["iteration"] - 1} for line in lines]
             for name, lines in runs.items()
         }
     drawn_charts = _fixed_charts(runs, measuring, axis)

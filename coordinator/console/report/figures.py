@@ -161,7 +161,7 @@ def rollout_work(
             if span.phase == Phase.TRAIN_ROLLOUT.label:
                 rollouts[span.iteration][rank].append(span)
     expected = set(ranks)
-    whole = [
+    complete = [
         iteration
         for iteration, by_rank in sorted(rollouts.items())
         if by_rank.keys() == expected
@@ -172,7 +172,7 @@ def rollout_work(
             rank: max(0.0, span.work_s - span.load_s - span.then_s)
             for rank, (span,) in rollouts[iteration].items()
         }
-        for iteration in whole[-last:]
+        for iteration in complete[-last:]
     }
 
 

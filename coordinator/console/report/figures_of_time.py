@@ -53,8 +53,8 @@ def timelines(
     else:
         first = [(f"Iteration {number}, {now}", [number]) for number in present]
         first += [(f"Iteration {number}, the last that was finished", [number]) for number in last]
-    rest = set(numbers) - {number for _, shown in first for number in shown}
-    slowest = sorted(rest, key=by_crew[-1].seconds, reverse=True)[:SLOWEST]
+    unshown = set(numbers) - {number for _, shown in first for number in shown}
+    slowest = sorted(unshown, key=by_crew[-1].seconds, reverse=True)[:SLOWEST]
     figures = [*first, *((f"Iteration {number}, among the slowest", [number]) for number in slowest)]
     if len(crews) > 1:
         return [_of_both(crews, by_crew, title, shown) for title, shown in figures]
@@ -70,9 +70,10 @@ def _of_both(
     idle = [idle_fraction(crew.spans.values()) for crew in crews]
     # Where nobody waits, the one that trains has waited for the first groups.
     trusted = "rollout" if idle[0] > max(idle[1], HARDLY) else "train"
-    both = side_by_side(by_crew[0], by_crew[1], shown, _level(crews), trusted)
+    timelines = side_by_side(by_crew[0], by_crew[1], shown, _level(crews), trusted)
     return [
-        lanes(timeline, title, _nodes(crew), crew.crew) for timeline, crew in zip(both, crews, strict=True)
+        lanes(timeline, title, _nodes(crew), crew.crew)
+        for timeline, crew in zip(timelines, crews, strict=True)
     ]
 
 

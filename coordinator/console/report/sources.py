@@ -135,10 +135,10 @@ def _parsed(texts: list[str]) -> list[Any]:
 def is_event(line: Any) -> bool:
     """Return whether a line has the fields of an event."""
     try:
-        whole = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
+        valid = all(is_number(line[name]) for name in ("t", "n", "e")) and isinstance(line["what"], str)
         if line["what"] in {"begin", "end"}:
-            whole = whole and isinstance(line["it"], int) and line["it"] >= 0 and isinstance(line["row"], str)
-        return whole and (line["what"] != "end" or (is_number(line["work_s"]) and line["work_s"] >= 0.0))
+            valid = valid and isinstance(line["it"], int) and line["it"] >= 0 and isinstance(line["row"], str)
+        return valid and (line["what"] != "end" or (is_number(line["work_s"]) and line["work_s"] >= 0.0))
     except (TypeError, KeyError):
         return False
 

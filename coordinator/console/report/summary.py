@@ -173,8 +173,8 @@ def _again(status: status_text.Status, path: str) -> Advice:
     hosts = [node["host"] for node in status["nodes"]]
     if len(hosts) > 1 and len(set(hosts)) == 1:
         return Advice("To go on from there; settings stay as they were:", f"run local --log-path {path}")
-    others = ", and run --worker RANK on the machine of each other rank" if len(hosts) > 1 else ""
-    text = f"To go on from there, on the master's machine{others}; settings stay as they were:"
+    elsewhere = ", and run --worker RANK on the machine of each other rank" if len(hosts) > 1 else ""
+    text = f"To go on from there, on the master's machine{elsewhere}; settings stay as they were:"
     return Advice(text, f"run --master --log-path {path}")
 
 

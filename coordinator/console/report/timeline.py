@@ -202,9 +202,9 @@ class Timelines:
         by_distance = sorted(self._spans, key=lambda number: abs(number - iteration))
         for number in by_distance[:NEIGHBOURS]:
             ends = _ends(self._spans[number].get(MASTER, []), masters)
-            seen = _ends(self._spans[number].get(rank, []), clock)
-            if common := ends.keys() & seen.keys():
-                return min(seen[phase] - ends[phase] for phase in common)
+            rank_ends = _ends(self._spans[number].get(rank, []), clock)
+            if common := ends.keys() & rank_ends.keys():
+                return min(rank_ends[phase] - ends[phase] for phase in common)
         return None
 
 

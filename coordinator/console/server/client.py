@@ -345,14 +345,14 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
             raise ServerError(
                 f"run {words[0]} --log-path: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}"
             )
-        typed, rest = parser.parse_known_args(words)
+        typed, later_words = parser.parse_known_args(words)
         if "/" in (getattr(typed, "name", None) or "") and typed.command in OF_RUNS:
             raise ServerError(
                 f"run {typed.command} {typed.name}: give the name of a job; {OF_RUNS[typed.command]}"
             )
-        if rest and typed.command != "submit":
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        return typed.call(_server(typed), typed, rest)
+        if later_words and typed.command != "submit":
+            parser.error(f"unrecognized arguments: {' '.join(later_words)}")
+        return typed.call(_server(typed), typed, later_words)
     except ServerError as error:
         print(f"run: {_plain(str(error))}", file=sys.stderr)
         return 2 if error.status else 1

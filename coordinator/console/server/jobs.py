@@ -178,10 +178,10 @@ class Job:
     def state(self, run: str | None, iteration: int) -> str:
         """Return the state of the job; `run` and `iteration`: as the status of its run says, None: no run."""
         start = self.start()
-        there = published.names(start.folder)
-        code = start.exit_code() if EXIT in there else None
-        alive = start.is_alive() if PROCESS in there and code is None else False
-        return state_of(code, PROCESS in there, alive, STOP in there, run, iteration)
+        names = published.names(start.folder)
+        code = start.exit_code() if EXIT in names else None
+        alive = start.is_alive() if PROCESS in names and code is None else False
+        return state_of(code, PROCESS in names, alive, STOP in names, run, iteration)
 
 
 def state_of(
@@ -213,9 +213,9 @@ def environment() -> dict[str, str]:
     """Return the environment of what a server starts: without its token, with unbuffered output, and with
     this installation's `run`, which the job script of Slurm looks for.
     """
-    kept = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
-    return {**kept, "PYTHONUNBUFFERED": "1", "PATH": path}
+    variables = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    path = f"{Path(sys.executable).parent}:{variables.get('PATH', os.defpath)}"
+    return {**variables, "PYTHONUNBUFFERED": "1", "PATH": path}
 
 
 def submit(root: Path, submission: Submission) -> Job:
@@ -225,7 +225,7 @@ def submit(root: Path, submission: Submission) -> Job:
     folder = root / submission.name / FOLDER
     directory = folder / "files" / submission.digest
     if JOB not in published.names(folder):
-        if (there := published.names(folder.parent)) and FOLDER not in there:
+        if (names := published.names(folder.parent)) and FOLDER not in names:
             raise Conflict(f"{folder.parent} is there, and is no job; give another name")
         files.make_directory(directory)
         for name, data in submission.files.items():

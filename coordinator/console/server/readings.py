@@ -151,10 +151,10 @@ class JobOutput:
         self._printer: LogPrinter | None = None
         if rank is not None:
             crews = crew_dirs(_run(job).run_dir.root)
-            there = sorted({run_dir.machine(its) for run_dir, its in nodes_with_logs(crews)})
-            if rank not in there:
+            logged = sorted({run_dir.machine(its) for run_dir, its in nodes_with_logs(crews)})
+            if rank not in logged:
                 raise UnknownJob(
-                    f"{job.name} has no logs of rank {rank}; there are logs of {there or 'none yet'}"
+                    f"{job.name} has no logs of rank {rank}; there are logs of {logged or 'none yet'}"
                 )
             self._printer = LogPrinter(crews, rank, self._text)
 
@@ -167,9 +167,9 @@ class JobOutput:
             data, end = tail(self._path, lines)
         except OSError:  # it has not begun
             return ""
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset = end - len(data) + len(whole)
-        return plain(whole.decode("utf-8", "replace"))
+        full_lines = data[: data.rfind(b"\n") + 1]
+        self._offset = end - len(data) + len(full_lines)
+        return plain(full_lines.decode("utf-8", "replace"))
 
     def more(self, is_last: bool = False) -> str:
         """Return the whole lines that have come since; `is_last`: also one that nobody will finish."""
@@ -180,9 +180,9 @@ class JobOutput:
             return ""
         data = files.read_from(self._path, self._offset)
         is_whole = is_last or len(data) > LONGEST_LINE
-        whole = data if is_whole else data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return plain(whole.decode("utf-8", "replace"))
+        lines = data if is_whole else data[: data.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        return plain(lines.decode("utf-8", "replace"))
 
     def _taken(self) -> str:
         text = self._text.getvalue()
@@ -219,10 +219,14 @@ def checkpoint_of(job: Job, iteration: int | None) -> dict[str, Any]:
     UnknownJob says which there are.
     """
     run_dir = _run(job).run_dir
-    there = published.checkpoints(run_dir)
-    iteration = max(there, default=0) if iteration is None else iteration
-    if iteration not in there:
-        choices = f"there are checkpoints of {', '.join(map(str, there))}" if there else "there is none yet"
+    checkpoints = published.checkpoints(run_dir)
+    iteration = max(checkpoints, default=0) if iteration is None else iteration
+    if iteration not in checkpoints:
+        choices = (
+            f"there are checkpoints of {', '.join(map(str, checkpoints))}"
+            if checkpoints
+            else "there is none yet"
+        )
         raise UnknownJob(f"{job.name} has no checkpoint of iteration {iteration}; {choices}")
     try:
         result = published.read_result(run_dir.checkpoint(iteration))
@@ -230,7 +234,7 @@ def checkpoint_of(job: Job, iteration: int | None) -> dict[str, Any]:
         raise UnknownJob(str(error).splitlines()[0]) from None
     parts = {name: facts for name, facts in result.files.items() if published.is_part_of_model(name)}
     model = {name: facts for name, facts in parts.items() if name not in {PROBE, CONTENT}}
-    return {"iteration": iteration, "iterations": there, "policy": result.policy, "files": model}
+    return {"iteration": iteration, "iterations": checkpoints, "policy": result.policy, "files": model}
 
 
 def file_of_checkpoint(job: Job, iteration: int, name: str) -> Path:

@@ -130,15 +130,15 @@ def _files(uploads: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, str]
 
 def _normal(words: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
     """Yield each option with its value in one word, and with the names of uploaded files for their paths."""
-    rest = iter(words)
-    for word in rest:
+    following = iter(words)
+    for word in following:
         name, sign, value = word.partition("=")
         if name in SERVERS:
             raise SettingsError(f"leave {name} out: the server decides it")
         if word.startswith("-") and not word.startswith("--"):
             raise SettingsError(f"No such option: {word}")
         if name in VALUED and not sign:
-            value = next(rest, None)
+            value = next(following, None)
             if value is None:
                 raise SettingsError(f"Option '{name}' requires an argument.")
         elif not sign:

@@ -60,15 +60,15 @@ class CrewReader:
         still_s = self._observe(board, settings)
         timeout_s = settings.cluster.node_timeout_s
         ended = {rank for rank, content in contents.items() if _is_gone(content)}
-        gone = ended | {rank for rank in contents if still_s.get(rank, 0.0) >= timeout_s}
-        gone |= {rank for rank in contents if has_left(board, record, rank)}
+        dead = ended | {rank for rank in contents if still_s.get(rank, 0.0) >= timeout_s}
+        dead |= {rank for rank in contents if has_left(board, record, rank)}
         silent_s = _silent_s(contents, ended, still_s, settings.cluster.beat_interval_s)
         # What was seen to change here needs nobody else's observation.
         changed = {rank for rank, beat in board.beats.items() if beat != self._first_beats.get(rank)}
         silent_s |= {rank: still_s[rank] for rank in changed - ended if rank in still_s}
         if record is not None:
-            contents = _with_flags(board, record, settings, contents, gone)
-        return CrewSnapshot(self.run_dir, board, record, settings, contents, gone, silent_s)
+            contents = _with_flags(board, record, settings, contents, dead)
+        return CrewSnapshot(self.run_dir, board, record, settings, contents, dead, silent_s)
 
     def _observe(self, board: Board, settings: RunSettings) -> dict[int, float]:
         """Return for how many seconds each rank's heartbeat has not changed since it was first read here."""
@@ -92,8 +92,8 @@ def _is_gone(content: Mapping[str, Any]) -> bool:
     """Return whether a process is known to have ended; of a process that another machine or container counts,
     only its own word says so.
     """
-    here = "pid" in content and content.get("pid_space") == pid_space()
-    return content.get("state") == ENDED or (here and not psutil.pid_exists(content["pid"]))
+    is_here = "pid" in content and content.get("pid_space") == pid_space()
+    return content.get("state") == ENDED or (is_here and not psutil.pid_exists(content["pid"]))
 
 
 def _age_s(content: Mapping[str, Any]) -> float | None:
@@ -124,7 +124,7 @@ def _silent_s(
 
 
 def _with_flags(
-    board: Board, record: EpochRecord, settings: RunSettings, contents: Said, gone: set[int]
+    board: Board, record: EpochRecord, settings: RunSettings, contents: Said, dead: set[int]
 ) -> Said:
     """Return the nodes' contents in the phases that their flags show: heartbeats are up to seconds older."""
     reached: dict[int, Place] = {}
@@ -134,7 +134,7 @@ def _with_flags(
             reached[flag.rank] = max(place, reached.get(flag.rank, place))
     if MASTER in reached:
         reached[MASTER] = _after(reached[MASTER], settings)
-        for rank in record.members.keys() - gone:
+        for rank in record.members.keys() - dead:
             reached[rank] = max(reached[MASTER], reached.get(rank, reached[MASTER]))
     updated = dict(contents)
     for rank, (iteration, phase) in reached.items():

@@ -38,7 +38,7 @@ class CrewSnapshot:
     record: EpochRecord | None
     settings: RunSettings
     contents: Said
-    gone: set[int]
+    dead: set[int]
     """Ranks that are known to have ended, or are silent for too long."""
     silent_s: Mapping[int, float]
     """By rank."""
@@ -62,13 +62,13 @@ class CrewSnapshot:
         """running, holding (for nodes), finished or stopped."""
         record = self.record
         if record is None:  # its master has just started, or ended before it was in an epoch
-            return "holding" if self.contents.keys() - self.gone else "stopped"
+            return "holding" if self.contents.keys() - self.dead else "stopped"
         if self.has_ended:
             return "finished" if record.kind == "finished" else "stopped"
-        if MASTER in self.gone:  # its workers wait for it, unless they end with it or have ended too
+        if MASTER in self.dead:  # its workers wait for it, unless they end with it or have ended too
             members = record.members.keys() or self.contents.keys()  # a lobby has no members yet
-            held = (self.contents.keys() & members) - self.gone
-            return "holding" if held and not self._ends_with_master() else "stopped"
+            holding = (self.contents.keys() & members) - self.dead
+            return "holding" if holding and not self._ends_with_master() else "stopped"
         is_lost = any(flag.rank == MASTER for flag in self.board.called(record.epoch, "lost"))
         return "holding" if record.kind == "lobby" or is_lost else "running"
 
@@ -88,17 +88,17 @@ class CrewSnapshot:
         nodes += [guest for guest in guests if guest["state"] == "alive"]
         master, state = self.master, self.state
         phase = master.get("phase", "") or master.get("state", "")
-        awaited = [MASTER] if MASTER in self.gone else master.get("waiting_for", [])
+        awaited = [MASTER] if MASTER in self.dead else master.get("waiting_for", [])
         since_s = master.get("waiting_s", 0.0)
-        if MASTER in self.gone:
+        if MASTER in self.dead:
             since_s = self.silent_s.get(MASTER, 0.0)
         waits_for = master.get("waits_for", "") if state == "running" else ""
         if waits_for:
             since_s = since_s or master.get("row_s", 0.0)
         if state == "stopped" and is_awaited and not self.has_ended:
             state, awaited = "holding", [rank for rank in ranks if nodes[rank]["state"] != "alive"]
-        there = [node for node in nodes if node["state"] == "alive" and node["phase"] == phase]
-        left_s = [node["left_s"] for node in there if node["left_s"] is not None]
+        in_phase = [node for node in nodes if node["state"] == "alive" and node["phase"] == phase]
+        left_s = [node["left_s"] for node in in_phase if node["left_s"] is not None]
         return {
             "crew": self.run_dir.crew,
             "state": state,
@@ -144,7 +144,7 @@ class CrewSnapshot:
             state = "never_seen"
         elif content.get("state") == ENDED or has_left(self.board, self.record, rank):
             state = "left"
-        elif silent_s >= cluster.node_timeout_s or rank in self.gone:
+        elif silent_s >= cluster.node_timeout_s or rank in self.dead:
             state = "silent"
         return {
             "crew": self.run_dir.crew,

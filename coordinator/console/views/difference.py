@@ -73,7 +73,7 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
         f"equal: {listed(compared.iterations)}; of them samples of {samples}, weights of {weights}",
     ]
     if compared.parting is None:
-        more = [f"only {name} goes on to iteration {there[-1]}" for name, there in _longer(*runs)]
+        more = [f"only {name} goes on to iteration {iterations[-1]}" for name, iterations in _longer(*runs)]
         lines += ["the runs are equal as far as both go", *more]
     else:
         iteration, phase, text = compared.parting
@@ -83,10 +83,10 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
 
 
 def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
-    theirs = {"A": first.iterations(), "B": second.iterations()}
+    iterations = {"A": first.iterations(), "B": second.iterations()}
     for name, other in (("A", "B"), ("B", "A")):
-        if theirs[name] and theirs[name][-1] > max(theirs[other], default=0):
-            yield name, theirs[name]
+        if iterations[name] and iterations[name][-1] > max(iterations[other], default=0):
+            yield name, iterations[name]
 
 
 def compare(first: Run, second: Run, since: int = 1) -> ComparedIterations:
@@ -128,41 +128,41 @@ def _opening(
     before = first["policy_iteration"], second["policy_iteration"]
     if first["policy"] != second["policy"]:
         policies = f"{first['policy'][:12]} against {second['policy'][:12]}"
-        which = f"of iteration {before[0]}" if before[0] == before[1] else "that sample"
+        whose = f"of iteration {before[0]}" if before[0] == before[1] else "that sample"
         yield FirstDifference(
-            iteration, Phase.ITERATION_START, f"the policies {which} are others: {policies}"
+            iteration, Phase.ITERATION_START, f"the policies {whose} are others: {policies}"
         )
     for name in OPENED:
-        ours, theirs = first.get(name), second.get(name)
-        if ours != theirs:
-            yield FirstDifference(iteration, Phase.ITERATION_START, f"{name}: {_values(ours, theirs)}")
+        value_a, value_b = first.get(name), second.get(name)
+        if value_a != value_b:
+            yield FirstDifference(iteration, Phase.ITERATION_START, f"{name}: {_values(value_a, value_b)}")
 
 
-def _values(ours: Any, theirs: Any) -> str:
-    if not isinstance(ours, list) or not isinstance(theirs, list):
-        return f"{ours} against {theirs}"
-    lists = cast(list[list[Any]], [ours, theirs])
+def _values(value_a: Any, value_b: Any) -> str:
+    if not isinstance(value_a, list) or not isinstance(value_b, list):
+        return f"{value_a} against {value_b}"
+    lists = cast(list[list[Any]], [value_a, value_b])
     pairs = itertools.zip_longest(*lists, fillvalue="nothing")
-    place, (left, right) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"{left} against {right} in place {place}"
+    place, (item_a, item_b) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"{item_a} against {item_b} in place {place}"
 
 
 def _groups(iteration: int, kind: Kind, first: list[Group], second: list[Group]) -> Iterator[FirstDifference]:
-    ours, theirs = ({group.slot: group for group in groups} for groups in (first, second))
-    for slot in sorted(ours.keys() | theirs.keys()):
-        if slot not in ours or slot not in theirs:
-            group, name = (ours[slot], "A") if slot in ours else (theirs[slot], "B")
+    groups_a, groups_b = ({group.slot: group for group in groups} for groups in (first, second))
+    for slot in sorted(groups_a.keys() | groups_b.keys()):
+        if slot not in groups_a or slot not in groups_b:
+            group, name = (groups_a[slot], "A") if slot in groups_a else (groups_b[slot], "B")
             text = f"only {name} has made it"
         else:
-            group = ours[slot]
-            text = _of_group(group, theirs[slot])
+            group = groups_a[slot]
+            text = _of_group(group, groups_b[slot])
         if text:
             yield FirstDifference(iteration, ROLLOUT_OF[kind], f"task {group.task_id} (slot {slot}): {text}")
 
 
-def logprobs_apart(ours: Iterable[Group], theirs: Iterable[Group]) -> float | None:
+def logprobs_apart(groups_a: Iterable[Group], groups_b: Iterable[Group]) -> float | None:
     """Return how far the logprobs of groups lie apart at most, in nats; None if anything else differs."""
-    first, second = ({group.slot: group for group in groups} for groups in (ours, theirs))
+    first, second = ({group.slot: group for group in groups} for groups in (groups_a, groups_b))
     if first.keys() != second.keys():
         return None
     largest = 0.0
@@ -170,9 +170,9 @@ def logprobs_apart(ours: Iterable[Group], theirs: Iterable[Group]) -> float | No
         samples: list[Sample] = []
         for sample, other in zip(group.samples, second[slot].samples, strict=False):
             if sample.logprobs.size == other.logprobs.size:
-                apart = np.abs(sample.logprobs - other.logprobs)
-                largest = max(largest, float(np.nanmax(apart, initial=0)))
-                other = replace(other, logprobs=np.where(np.isnan(apart), other.logprobs, sample.logprobs))
+                gaps = np.abs(sample.logprobs - other.logprobs)
+                largest = max(largest, float(np.nanmax(gaps, initial=0)))
+                other = replace(other, logprobs=np.where(np.isnan(gaps), other.logprobs, sample.logprobs))
             samples.append(other)
         samples += second[slot].samples[len(samples) :]
         if _of_group(group, replace(second[slot], samples=samples)):
@@ -180,44 +180,44 @@ def logprobs_apart(ours: Iterable[Group], theirs: Iterable[Group]) -> float | No
     return largest
 
 
-def _of_group(ours: Group, theirs: Group) -> str:
+def _of_group(group_a: Group, group_b: Group) -> str:
     """Say what differs between two groups of one slot; empty: nothing."""
-    if ours.task_id != theirs.task_id:
-        return f"B has task {theirs.task_id} there"
-    if ours.given_up != theirs.given_up:
-        return f"given up: {ours.given_up or 'no'} against {theirs.given_up or 'no'}"
-    for number, (left, right) in enumerate(zip(ours.samples, theirs.samples, strict=False)):
-        if text := _of_sample(left, right):
+    if group_a.task_id != group_b.task_id:
+        return f"B has task {group_b.task_id} there"
+    if group_a.given_up != group_b.given_up:
+        return f"given up: {group_a.given_up or 'no'} against {group_b.given_up or 'no'}"
+    for number, (sample_a, sample_b) in enumerate(zip(group_a.samples, group_b.samples, strict=False)):
+        if text := _of_sample(sample_a, sample_b):
             return f"sample {number}, {text}"
-    if len(ours.samples) != len(theirs.samples):
-        return f"{len(ours.samples)} samples against {len(theirs.samples)}"
+    if len(group_a.samples) != len(group_b.samples):
+        return f"{len(group_a.samples)} samples against {len(group_b.samples)}"
     return ""
 
 
-def _of_sample(ours: Sample, theirs: Sample) -> str:
-    both = ours, theirs
-    place = _first_other(ours.token_ids, theirs.token_ids)
+def _of_sample(sample_a: Sample, sample_b: Sample) -> str:
+    samples = sample_a, sample_b
+    place = _first_other(sample_a.token_ids, sample_b.token_ids)
     if place is not None:
         ids = [
-            str(sample.token_ids[place]) if place < len(sample.token_ids) else "the end" for sample in both
+            str(sample.token_ids[place]) if place < len(sample.token_ids) else "the end" for sample in samples
         ]
-        return f"token {place}: {ids[0]} against {ids[1]} (texts {ours.text!r} and {theirs.text!r})"
-    place = _first_other(ours.logprobs, theirs.logprobs)
+        return f"token {place}: {ids[0]} against {ids[1]} (texts {sample_a.text!r} and {sample_b.text!r})"
+    place = _first_other(sample_a.logprobs, sample_b.logprobs)
     if place is not None:
-        return f"token {place}: logprob {ours.logprobs[place]} against {theirs.logprobs[place]}"
-    if ours.reward != theirs.reward:
-        return f"reward {ours.reward} against {theirs.reward}, for the same text {ours.text!r}"
+        return f"token {place}: logprob {sample_a.logprobs[place]} against {sample_b.logprobs[place]}"
+    if sample_a.reward != sample_b.reward:
+        return f"reward {sample_a.reward} against {sample_b.reward}, for the same text {sample_a.text!r}"
     return ""
 
 
-def _first_other(ours: NDArray[Any], theirs: NDArray[Any]) -> int | None:
+def _first_other(array_a: NDArray[Any], array_b: NDArray[Any]) -> int | None:
     """Return the first place at which two arrays differ, bit by bit; None: nowhere."""
-    size = min(ours.size, theirs.size)
-    bits = np.dtype(f"V{ours.itemsize}")
-    others = np.flatnonzero(ours[:size].view(bits) != theirs[:size].view(bits))
-    if others.size:
-        return int(others[0])
-    return None if ours.size == theirs.size else size
+    size = min(array_a.size, array_b.size)
+    bits = np.dtype(f"V{array_a.itemsize}")
+    places = np.flatnonzero(array_a[:size].view(bits) != array_b[:size].view(bits))
+    if places.size:
+        return int(places[0])
+    return None if array_a.size == array_b.size else size
 
 
 def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[FirstDifference]:
@@ -225,15 +225,15 @@ def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[
     equal.
     """
     directories = first.checkpoint(iteration), second.checkpoint(iteration)
-    ours, theirs = map(published.read_result, directories)
-    if ours.policy == theirs.policy:
+    result_a, result_b = map(published.read_result, directories)
+    if result_a.policy == result_b.policy:
         return
-    if ours.batch_sha256 != theirs.batch_sha256 and not _same_sequences(iteration, first, second):
-        batches = f"{ours.batch_sha256[:12]} against {theirs.batch_sha256[:12]}"
+    if result_a.batch_sha256 != result_b.batch_sha256 and not _same_sequences(iteration, first, second):
+        batches = f"{result_a.batch_sha256[:12]} against {result_b.batch_sha256[:12]}"
         yield FirstDifference(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
-    names = filter(is_part_of_model, ours.files.keys() | theirs.files.keys())
+    names = filter(is_part_of_model, result_a.files.keys() | result_b.files.keys())
     for name in sorted(names, key=lambda name: (not name.endswith(".safetensors"), name)):  # weights first
-        if ours.files.get(name) != theirs.files.get(name):
+        if result_a.files.get(name) != result_b.files.get(name):
             text = _of_file(name, *(directory / name for directory in directories))
             yield FirstDifference(iteration, Phase.TRAINING, text)
 
@@ -241,21 +241,25 @@ def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[
 def _same_sequences(iteration: int, first: RunDir, second: RunDir) -> bool:
     """Return whether two batches differ in the digest of their manifests alone, by which nodes made what."""
     try:
-        ours, theirs = (
+        batch_a, batch_b = (
             Batch.decode(files.read(run_dir.batch(iteration) / "batch.safetensors"))
             for run_dir in (first, second)
         )
     except (FileNotFoundError, DamagedBatch):
         return False
-    return replace(ours, manifest_sha256=theirs.manifest_sha256).encode() == theirs.encode()
+    return replace(batch_a, manifest_sha256=batch_b.manifest_sha256).encode() == batch_b.encode()
 
 
-def _of_file(file: str, ours: Path, theirs: Path) -> str:
-    if not file.endswith(".safetensors") or not (files.exists(ours) and files.exists(theirs)):
+def _of_file(file: str, path_a: Path, path_b: Path) -> str:
+    if not file.endswith(".safetensors") or not (files.exists(path_a) and files.exists(path_b)):
         return f"{file} differs"
-    left, right = _tensors(ours), _tensors(theirs)
-    others = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
-    return f"{len(others)} of {len(left)} tensors of {file} differ, the first is {', '.join(others[:1])}"
+    tensors_a, tensors_b = _tensors(path_a), _tensors(path_b)
+    names = [
+        name
+        for name in sorted(tensors_a.keys() | tensors_b.keys())
+        if tensors_a.get(name) != tensors_b.get(name)
+    ]
+    return f"{len(names)} of {len(tensors_a)} tensors of {file} differ, the first is {', '.join(names[:1])}"
 
 
 def _tensors(path: Path) -> dict[str, tuple[str, list[int], str]]:
@@ -293,13 +297,13 @@ def started_with(first: EpochRecord | None, second: EpochRecord | None) -> Itera
     """Yield a line for each setting of the last starts, and for each code behind one, that differs."""
     if first is None or second is None:
         return
-    ours, theirs = dict(flatten(first.settings)), dict(flatten(second.settings))
-    for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
-            values = (show(settings.get(key)) or "empty" for settings in (ours, theirs))
+    settings_a, settings_b = dict(flatten(first.settings)), dict(flatten(second.settings))
+    for key in sorted(settings_a.keys() | settings_b.keys()):
+        if settings_a.get(key) != settings_b.get(key):
+            values = (show(settings.get(key)) or "empty" for settings in (settings_a, settings_b))
             yield f"setting {option_name(key)}: {' against '.join(values)}"
     for key in sorted(first.inputs.keys() & second.inputs.keys()):
-        left, right = first.inputs[key], second.inputs[key]
-        if left.name == right.name and left.digest != right.digest:
-            digests = f"digest {left.digest} against {right.digest}"
-            yield f"code or content of {option_name(key)} {left.name}: {digests}"
+        input_a, input_b = first.inputs[key], second.inputs[key]
+        if input_a.name == input_b.name and input_a.digest != input_b.digest:
+            digests = f"digest {input_a.digest} against {input_b.digest}"
+            yield f"code or content of {option_name(key)} {input_a.name}: {digests}"

@@ -50,11 +50,13 @@ def show_logs(root: Path, rank: int | None, lines: int, follow: bool) -> None:
     ranks = sorted({run_dir.machine(its_rank) for run_dir, its_rank in nodes})
     if not ranks or rank not in {None, *ranks}:
         scope = "" if rank is None else f" of rank {rank}"
-        there = f"there are logs of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
-        raise SettingsError(f"{root / 'logs'}: no logs{scope}; {there}")
+        choices = (
+            f"there are logs of {', '.join(map(str, ranks))}" if ranks else "no node has written any yet"
+        )
+        raise SettingsError(f"{root / 'logs'}: no logs{scope}; {choices}")
     printer = LogPrinter(crews, rank, sys.stdout)
     try:
-        printed = printer.begin(lines, whole=not follow)
+        printed = printer.begin(lines, unfinished_too=not follow)
         if not (printed or follow):
             first, of_it = next(node for node in nodes if rank in {None, node[0].machine(node[1])})
             raise SettingsError(f"{first.logs(of_it)}: no logs there yet; -f waits for them")
@@ -91,10 +93,10 @@ class LogPrinter:
         self._followed: list[Path] = []
         self._last: Path | None = None
 
-    def begin(self, lines: int, whole: bool = False) -> int:
+    def begin(self, lines: int, unfinished_too: bool = False) -> int:
         """Print the last lines of the newest processes' files; return how many files there are.
 
-        `whole`: print an unfinished last line too.
+        `unfinished_too`: print an unfinished last line too.
         """
         self._followed = self._files()
         for path in self._followed:
@@ -102,7 +104,7 @@ class LogPrinter:
                 data, end = tail(path, lines)
             except OSError:  # a short fault of the mount: print what comes later
                 continue
-            unfinished = b"" if whole else data[data.rfind(b"\n") + 1 :]
+            unfinished = b"" if unfinished_too else data[data.rfind(b"\n") + 1 :]
             self._offsets[path] = end - len(unfinished)
             self._print(path, data[: len(data) - len(unfinished)])
         return len(self._followed)
@@ -118,9 +120,9 @@ class LogPrinter:
                     data = file.read()
             except OSError:  # it may be unreadable for a moment
                 continue
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            self._print(path, whole)
+            lines = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(lines)
+            self._print(path, lines)
 
     def _print(self, path: Path, data: bytes) -> None:
         if not data:

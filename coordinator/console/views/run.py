@@ -115,8 +115,12 @@ class Run:
 
         manifest = published.read_manifest(self.run_dir, kind, iteration)
         if manifest is None:
-            there = self.collected(kind)
-            choices = f"there are trajectories of {iterations_text(there)}" if there else "there are none yet"
+            collected = self.collected(kind)
+            choices = (
+                f"there are trajectories of {iterations_text(collected)}"
+                if collected
+                else "there are none yet"
+            )
             raise SettingsError(
                 f"{self.run_dir.root}: no {kind} trajectories of iteration {iteration}; {choices}"
             )
@@ -131,13 +135,15 @@ class Run:
             >>> run.checkpoint(5)
             PosixPath('/shared/exp1/checkpoints/iteration_000005')
         """
-        there = published.checkpoints(self.run_dir)
-        candidates = list(reversed(there)) if iteration is None else [iteration]
+        checkpoints = published.checkpoints(self.run_dir)
+        candidates = list(reversed(checkpoints)) if iteration is None else [iteration]
         damage = ""
         for number in candidates:
-            if number not in there:
+            if number not in checkpoints:
                 choices = (
-                    f"there are checkpoints of {iterations_text(there)}" if there else "there is none yet"
+                    f"there are checkpoints of {iterations_text(checkpoints)}"
+                    if checkpoints
+                    else "there is none yet"
                 )
                 raise SettingsError(f"{self.run_dir.root}: no checkpoint of iteration {number}; {choices}")
             directory = self.run_dir.checkpoint(number)

@@ -46,8 +46,8 @@ class StatusReader:
             _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
             from coordinator.start.wait_for_master import what_is_there  # it takes numpy
 
-            there = what_is_there(self.run_dir) or " (no run.json that can be read)"
-            raise SettingsError(f"--log-path {root}: no run there{there}")
+            present = what_is_there(self.run_dir) or " (no run.json that can be read)"
+            raise SettingsError(f"--log-path {root}: no run there{present}")
         if run.get("format") != FORMAT:
             run_format = run.get("format")
             raise SettingsError(
@@ -61,11 +61,12 @@ class StatusReader:
         SharedFsError."""
         self.open()
         self._find_crews()
-        seen = [crew.look() for crew in self._crews]
-        self._read_metrics(seen[-1].master)
+        snapshots = [crew.look() for crew in self._crews]
+        self._read_metrics(snapshots[-1].master)
         last = self.lines[-1] if self.lines else None
-        finished, is_awaited = last["iteration"] if last else 0, any(crew.state in GOING for crew in seen)
-        crews = [crew.describe(finished, is_awaited) for crew in seen]
+        finished = last["iteration"] if last else 0
+        is_awaited = any(crew.state in GOING for crew in snapshots)
+        crews = [crew.describe(finished, is_awaited) for crew in snapshots]
         weights: dict[str, float] = (last or {}).get("measured_weights") or {}
         for node in (node for crew in crews for node in crew["nodes"]):
             generates = node["crew"] != "train"

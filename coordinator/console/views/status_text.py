@@ -69,8 +69,8 @@ def _place(crew: Status) -> str:
         return "no master yet"
     if crew["state"] == "finished":
         return f"finished, iteration {crew['iteration']}"
-    held = "holding" if crew["state"] == "holding" else ""
-    return ", ".join(filter(None, [held, where(crew), waiting(crew)]))
+    holding = "holding" if crew["state"] == "holding" else ""
+    return ", ".join(filter(None, [holding, where(crew), waiting(crew)]))
 
 
 def where(status: Status) -> str:

@@ -144,8 +144,8 @@ class LiveView:
         """
         with self._lock:
             if not self._thread.is_alive():
-                rest, _ = self._next(0.0)  # what was said while the thread ended
-                self._file.write(rest + plain(self._partial + text))
+                unwritten, _ = self._next(0.0)  # what was said while the thread ended
+                self._file.write(unwritten + plain(self._partial + text))
                 self._partial = ""
                 self._file.flush()
             elif self._said.qsize() < QUEUE_TEXTS:
@@ -187,8 +187,8 @@ class LiveView:
             text += "\n" if text else ""
         if missing:
             text += f"[{missing} lines are missing here: the terminal did not take them]\n"
-        whole, end, self._partial = text.rpartition("\n")
-        return plain(whole + end), ended
+        lines, end, self._partial = text.rpartition("\n")
+        return plain(lines + end), ended
 
     def _lines(self) -> list[Text]:
         """Return the lines to show now; none while a shell has the terminal, or before there is a run."""

@@ -79,8 +79,8 @@ def view(
     room = height - sum(rows_of(line, width) for line in around)
     curve = curve if room - len(curve) >= LEAST_ROWS else []
     room -= len(curve)
-    kept = shown if words.is_going(status) else ()
-    table = _table(status, width, room, {*kept, *filled_columns(status)}, signs)
+    columns = shown if words.is_going(status) else ()
+    table = _table(status, width, room, {*columns, *filled_columns(status)}, signs)
     for line in (head, *places, *table, *curve):
         line.truncate(width, overflow="crop")
     return [*around, *table, *curve]
@@ -116,12 +116,12 @@ def _table(
 ) -> list[Text]:
     """Return the head and one line per node; without room for all, first the nodes that need attention."""
     nodes = words.nodes_of(status)
-    rest: list[Node] = []
+    unshown: list[Node] = []
     if len(nodes) + 1 > room:
         missing = words.missing(status)  # the sort is stable
         nodes = sorted(nodes, key=lambda node: (node["state"] == "alive", node["name"] not in missing))
         keep = max(1, room - 2)  # without the head and the line about the others
-        nodes, rest = nodes[:keep], nodes[keep:]
+        nodes, unshown = nodes[:keep], nodes[keep:]
     states = [_state(node, words.is_going(status)) for node in nodes]
     crews = [Text(node["crew"]) for node in nodes]
     columns: dict[str, list[Text]] = {
@@ -157,13 +157,13 @@ def _table(
     ]
     rows = [Text(GAP).join(row) for row in zip(*table, strict=True)]
     rows[0].stylize("dim")
-    return [*rows, *([_rest(rest)] if rest else [])]
+    return [*rows, *([_rest(unshown)] if unshown else [])]
 
 
 def _rest(nodes: Sequence[Node]) -> Text:
     alive = sum(node["state"] == "alive" for node in nodes)
-    how = "all alive" if alive == len(nodes) else f"{alive} of them alive"
-    return Text(f"... and {len(nodes)} more, {how}", "dim")
+    states = "all alive" if alive == len(nodes) else f"{alive} of them alive"
+    return Text(f"... and {len(nodes)} more, {states}", "dim")
 
 
 def _width(name: str, cells: Sequence[Text]) -> int:

@@ -199,7 +199,7 @@ def test_what_is_in_flight_is_finished_in_the_next_epoch(
     assert set(durable(run_dir)) == {0}
     # ---- a new epoch: slot 3 is another node's now, slot 4 is this one's
     stop_of(listener).clear()
-    order = replace(order_for(run_dir, [4]), epoch=3, kept=[1, 2])
+    order = replace(order_for(run_dir, [4]), epoch=3, in_flight=[1, 2])
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
     assert set(durable(run_dir)) == {0, 1, 2, 4}
@@ -226,7 +226,7 @@ def test_what_the_plan_leaves_with_a_node_that_has_lost_it_is_made_again(
     machine: Machine, collector: CollectorHost, listener: Listener, run_dir: RunDir, claims: bool
 ) -> None:
     let(machine)
-    order = replace(order_for(run_dir, [3]), kept=[1, 2])
+    order = replace(order_for(run_dir, [3]), in_flight=[1, 2])
     if claims:
         claimed = {"chunks": [[[3], [1.0]]], "first": {"1": 0}, "paces": {}, "spare": []}
         order = replace(order, claimed=claimed, slots=[], needed=0)
@@ -320,7 +320,7 @@ def test_share_that_is_begun_ahead_is_held_and_goes_on_in_its_row(
     assert 0.3 <= in_flight.ahead_s < 60.0
     # ---- the phase: slot 3 is left to another node, slot 4 is new
     let(machine, 1, 2, 4)
-    order = replace(order_for(run_dir, [4]), kept=[0, 1, 2])
+    order = replace(order_for(run_dir, [4]), in_flight=[0, 1, 2])
     assert collector.collect(order, listener)["short"] == 0
     collector.flush(listener)
     assert set(durable(run_dir)) == {0, 1, 2, 4}

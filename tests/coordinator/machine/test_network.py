@@ -250,7 +250,7 @@ def test_a_host_with_ipv6_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_node_sees_an_address_that_comes_late_or_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Identity(*[cast(Any, None)] * 9)
-    node.others = [peer("b", "10.0.0.9")]
+    node.peers = [peer("b", "10.0.0.9")]
     for here in ([], ["10.0.0.1"], ["10.0.0.2"]):
         monkeypatch.setattr(network, "this_peer", lambda here=here: peer("a", *here))
         monkeypatch.setattr(network, "address_towards", lambda mine, _others: mine.addresses[0].ip)

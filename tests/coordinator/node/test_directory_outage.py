@@ -44,7 +44,7 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
         )
         heart = SimpleNamespace(was_seen=was_seen, renew=lambda: not seen.append("a new incarnation"))
         watch: Any = SimpleNamespace(
-            fence=fence, heart=heart, away=away, leave=lambda: seen.append("has left")
+            fence=fence, heart=heart, refusal=away, leave=lambda: seen.append("has left")
         )
         identity: Any = SimpleNamespace(
             root=tmp_path,
@@ -110,7 +110,7 @@ def test_run_that_its_own_filesystem_does_not_list_was_moved(
     (tmp_path / "run.json").touch()  # it comes back: what was missed before does not count
     node.look_for_run()
     tmp_path.rename(moved := tmp_path.with_name(f"{tmp_path.name}.moved"))
-    assert bool(node.gone()) is is_mounted
+    assert bool(node.absence()) is is_mounted
     node.look_for_run()
     clock[0] += directory_outage.RETRY_S + 1
     if is_mounted:

@@ -221,9 +221,9 @@ def test_master_removes_old_records_and_the_flags_of_nodes_that_have_gone(master
     show(run_dir, ok(7, epoch=4), {})
     show(run_dir, ok(1, epoch=5), {})
     master.watch.admit(record(5), SETTINGS)
-    master.watch.look(whole=True)
+    master.watch.look(own_too=True)
     master.flags.clear()
-    assert master.watch.look(whole=True).records == (5, 4, 3)
+    assert master.watch.look(own_too=True).records == (5, 4, 3)
     assert master.listed() == {ok(1, epoch=5)}
 
 

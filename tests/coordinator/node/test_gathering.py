@@ -22,7 +22,7 @@ def test_epoch_that_stays_taken_by_nobody_who_shows_ends_the_master_with_what_to
     run_dir = RunDir(tmp_path)
     settings = SimpleNamespace(cluster=SimpleNamespace(poll_max_s=0.01))
     identity: Any = SimpleNamespace(run_dir=run_dir, root=tmp_path, newest_epoch=3, settings=settings)
-    watch: Any = SimpleNamespace(look=lambda whole: parse([]), incarnation=1)
+    watch: Any = SimpleNamespace(look=lambda own_too: parse([]), incarnation=1)
     messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor --log-path x")
     endings: Any = SimpleNamespace(check=lambda: None)
     me = Gathering(identity, SimpleNamespace(), watch, messages, endings, dict)  # type: ignore[arg-type]

@@ -83,21 +83,21 @@ def test_who_is_lost_is_said_at_once_and_that_they_are_back(
         settings=SimpleNamespace(cluster=cluster),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
-    watch = SimpleNamespace(held=None, lost=set[int](), silence=SimpleNamespace(silent_s={}))
+    watch = SimpleNamespace(heeded_later=None, lost=set[int](), silence=SimpleNamespace(silent_s={}))
     messages = SimpleNamespace(of_verdict=lambda _: TEXT, master_is_lost=lambda: "holding")
     phase = PhaseEndings(cast(Any, me), cast(Any, None), cast(Any, watch), cast(Any, messages))
     assert phase.say_who_is_lost() == set() and not caplog.messages
     if is_master:
-        watch.held = Verdict(Event.SILENT, 2)
+        watch.heeded_later = Verdict(Event.SILENT, 2)
     watch.silence.silent_s, watch.lost = {2 if is_master else 0: 5.0}, {2 if is_master else 0}
     assert phase.say_who_is_lost() == phase.say_who_is_lost() == watch.lost
-    watch.silence.silent_s, watch.lost, watch.held = {}, set(), None
+    watch.silence.silent_s, watch.lost, watch.heeded_later = {}, set(), None
     assert phase.say_who_is_lost() == set()
     first, rank = (TEXT, 2) if is_master else ("holding", 0)
     assert caplog.messages == [first, f"rank {rank} is back"]
-    watch.held, watch.silence.silent_s = Verdict(Event.SILENT, rank), {rank: 5.0}
+    watch.heeded_later, watch.silence.silent_s = Verdict(Event.SILENT, rank), {rank: 5.0}
     phase.say_who_is_lost()
     assert (phase.forget_loss(), phase.forget_loss()) == (rank, None)
-    watch.held, watch.silence.silent_s = None, {}
+    watch.heeded_later, watch.silence.silent_s = None, {}
     phase.say_who_is_lost()
     assert f"rank {rank} is back" not in caplog.messages[2:], "the phase was over, and it was not back"

@@ -61,7 +61,7 @@ def test_samples_are_counted_where_each_completion_is_one(
         functions=SimpleNamespace(environment=Code(environment, "")),
         origin=SimpleNamespace(sampling=Sampling(n=8, max_tokens=24)),
         sets=(),
-        kept=lambda _rank: [],
+        in_flight=lambda _rank: [],
         is_empty=lambda _rank: True,
     )
     assert collect_share(node, iteration, share) == {"short": 0}

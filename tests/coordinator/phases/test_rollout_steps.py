@@ -33,8 +33,8 @@ def node(tmp_path: Path) -> Any:
         run_dir=run_dir,
         identity=SimpleNamespace(newest_epoch=1),
         record=record,
-        kept={},
-        guests=SimpleNamespace(here=set[int]),
+        promised={},
+        guests=SimpleNamespace(present=set[int]),
         histories={"train": History(run_dir, "train")},
         settings=SimpleNamespace(
             claims=False, rollout=settings.rollout, eval=settings.eval, engine=settings.engine
@@ -100,7 +100,7 @@ def test_what_is_in_flight_stays_where_it_is_and_makes_the_share_smaller(
 ) -> None:
     key = key_of(node, iteration, "train")
     finish(node, group(0))
-    node.kept = {0: {"key": key, "slots": [0, 3, 7]}, 1: {"key": "of others", "slots": [1]}, 2: {}}
+    node.promised = {0: {"key": key, "slots": [0, 3, 7]}, 1: {"key": "of others", "slots": [1]}, 2: {}}
     plan = rollout_steps.plan(node, iteration, "train", Quota(8, 8), ORIGIN, range(8))
     assert plan["kept"] == {"0": [3, 7]}
     assert plan["shares"] == {"0": [1], "1": [2, 4], "2": [5, 6]}
@@ -108,7 +108,7 @@ def test_what_is_in_flight_stays_where_it_is_and_makes_the_share_smaller(
 
 def test_of_two_nodes_that_have_a_slot_in_flight_one_keeps_it(node: Any, iteration: Iteration) -> None:
     key = key_of(node, iteration, "train")
-    node.kept = {rank: {"key": key, "slots": [2, 3]} for rank in range(3)}
+    node.promised = {rank: {"key": key, "slots": [2, 3]} for rank in range(3)}
     plan = rollout_steps.plan(node, iteration, "train", Quota(2, 6), ORIGIN, range(6))
     assert plan["kept"] == {"0": [2, 3]}
     assert not any(plan["needed"].values())
@@ -116,7 +116,7 @@ def test_of_two_nodes_that_have_a_slot_in_flight_one_keeps_it(node: Any, iterati
 
 def test_without_weights_every_slot_is_in_one_chunk_or_in_flight(node: Any, iteration: Iteration) -> None:
     node.settings.claims = True
-    node.kept = {2: {"key": key_of(node, iteration, "train"), "slots": [5]}}
+    node.promised = {2: {"key": key_of(node, iteration, "train"), "slots": [5]}}
     finish(node, group(0))
     plan = rollout_steps.plan(node, iteration, "train", Quota(40, 40), ORIGIN, range(40))
     chunked = [slot for slots, _ in plan["chunks"] for slot in slots]
@@ -129,7 +129,7 @@ def test_a_node_alone_claims_too_as_a_guest_may_come(node: Any, iteration: Itera
     node.record.members = {0: SimpleNamespace(weight=1.0)}
     plan = rollout_steps.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
     assert plan["chunks"] and plan["first"] == {"0": 0}
-    node.guests.here = lambda: {1000}
+    node.guests.present = lambda: {1000}
     plan = rollout_steps.plan(node, iteration, "train", Quota(3, 3), ORIGIN, range(3))
     assert plan["first"].keys() == {"0", "1000"}, "a guest is there"
 

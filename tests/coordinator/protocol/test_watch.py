@@ -417,7 +417,7 @@ def test_node_that_gathers_in_what_is_the_directory_of_another_run_by_now_ends_a
     write_json(run_dir.run_json, {"run_id": "made-up"})
     assert claim(run_dir, record(1))
     with pytest.raises(NodeEnded, match="is of another run now"):
-        gathering.look(whole=True)
+        gathering.look(own_too=True)
     gathering.close()
     assert beats(run_dir, rank=0) == []
 

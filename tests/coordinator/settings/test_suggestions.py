@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.loading import known_keys
-from coordinator.settings.suggestions import ALIASES, ANSWERS, COUNTED, meant
+from coordinator.settings.suggestions import ALIASES, ANSWERS, COUNTED, near_setting
 
 KNOWN = known_keys()
 ROOT = Path(__file__).parents[3]
@@ -72,21 +72,23 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
-    assert meant(typed, KNOWN).partition(" (")[0] == f"did you mean {found}?"
+    assert near_setting(typed, KNOWN).partition(" (")[0] == f"did you mean {found}?"
 
 
 def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts() -> None:
-    assert meant("actor.ppo_mini_batch_size", KNOWN) == (
+    assert near_setting("actor.ppo_mini_batch_size", KNOWN) == (
         "did you mean trainer.global_batch_size? (in samples: theirs x rollout.samples_per_task)"
     )
-    assert meant("--warmup-ratio", KNOWN).endswith(
+    assert near_setting("--warmup-ratio", KNOWN).endswith(
         "(in optimizer steps: theirs x all steps of the run, which follow from --iterations)"
     )
     given: dict[str, Any] = {"actor.ppo_mini_batch_size": 256, "n": 5}
-    assert meant("actor.ppo_mini_batch_size", KNOWN, given).endswith(": 256 x 5 = 1280)")
+    assert near_setting("actor.ppo_mini_batch_size", KNOWN, given).endswith(": 256 x 5 = 1280)")
     given = {"generation_batch_size": 64, "rollout.samples_per_task": 16}
-    assert meant("generation_batch_size", KNOWN, given).endswith(": 64 / 16 = 4)")
-    assert meant("generation_batch_size", KNOWN, {"generation_batch_size": 64, "n": 0}).endswith("/ 8 = 8)")
+    assert near_setting("generation_batch_size", KNOWN, given).endswith(": 64 / 16 = 4)")
+    assert near_setting("generation_batch_size", KNOWN, {"generation_batch_size": 64, "n": 0}).endswith(
+        "/ 8 = 8)"
+    )
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
@@ -115,7 +117,7 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
-    assert advice in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
+    assert advice in near_setting(typed, KNOWN) and "did you mean" not in near_setting(typed, KNOWN)
 
 
 def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its_row() -> None:
@@ -129,7 +131,7 @@ def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its
     for ours in rows:
         settings = [name for name in ours if name in KNOWN]
         for theirs in set(ours) - set(settings):
-            assert any(name in meant(theirs, KNOWN) for name in settings), theirs
+            assert any(name in near_setting(theirs, KNOWN) for name in settings), theirs
     assert len(rows) > 20
 
 
@@ -143,22 +145,22 @@ def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its
     ],
 )
 def test_likeness_of_spelling_does_not_answer_what_has_no_setting(typed: str) -> None:
-    assert "--" in meant(typed, KNOWN) and "did you mean" not in meant(typed, KNOWN)
+    assert "--" in near_setting(typed, KNOWN) and "did you mean" not in near_setting(typed, KNOWN)
 
 
 def test_sections_of_theirs_are_no_likeness() -> None:
-    assert meant("actor_rollout_ref.model.use_liger", KNOWN) == "run --dry-run shows all settings"
+    assert near_setting("actor_rollout_ref.model.use_liger", KNOWN) == "run --dry-run shows all settings"
 
 
 def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:
-    assert "run launch --ray ADDRESS" in meant("ray_init.num_cpus", KNOWN)
+    assert "run launch --ray ADDRESS" in near_setting("ray_init.num_cpus", KNOWN)
 
 
 def test_section_is_answered_with_what_is_in_it() -> None:
-    assert meant("trainer.lora", KNOWN).endswith(
+    assert near_setting("trainer.lora", KNOWN).endswith(
         "in it: trainer.lora.rank, trainer.lora.alpha, trainer.lora.targets, trainer.lora.base_dtype?"
     )
-    assert meant("trainer", KNOWN).endswith(", ...?")
+    assert near_setting("trainer", KNOWN).endswith(", ...?")
 
 
 @pytest.mark.parametrize(
@@ -166,4 +168,4 @@ def test_section_is_answered_with_what_is_in_it() -> None:
     ["xyzzy", "--bogus", "--out", "trainer.balance_batch", "entity", "trainer.model.impl", "logit_batch_max"],
 )
 def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
-    assert meant(typed, KNOWN) == "run --dry-run shows all settings"
+    assert near_setting(typed, KNOWN) == "run --dry-run shows all settings"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands import cleanup as module
-from coordinator.console.commands.cleanup import cleanup, moved
+from coordinator.console.commands.cleanup import cleanup, with_new_beats
 from coordinator.directory.file_names import Beat, Record
 from coordinator.directory.layout import RunDir
 from coordinator.keeping import resume
@@ -109,9 +109,9 @@ def test_where_the_master_beats_it_is_the_one_to_stop(
 
 def test_beat_that_stands_still_or_an_older_listing_is_no_movement() -> None:
     board, older = (parse([Beat(3, 0, 2, counter).name]) for counter in (5, 4))
-    assert moved(board, board) == moved(board, older) == []
-    assert moved(older, board) == [0]
-    assert moved(board, parse([Beat(0, 0, 3, 0).name])) == [0]
+    assert with_new_beats(board, board) == with_new_beats(board, older) == []
+    assert with_new_beats(older, board) == [0]
+    assert with_new_beats(board, parse([Beat(0, 0, 3, 0).name])) == [0]
 
 
 @pytest.mark.parametrize("what", ["beat", "epoch"])

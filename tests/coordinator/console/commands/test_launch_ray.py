@@ -103,7 +103,7 @@ class Cluster:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.names = ["rank 0"]
-        self.away: set[int] = set()
+        self.down: set[int] = set()
         self.ended: dict[int, int] = {}
         self.actors: list[Actor] = []
         self.has_machine = True
@@ -176,7 +176,7 @@ def test_rank_comes_back_ten_times_at_most(begin: Callable[[str], Rank]) -> None
 def test_nobody_is_started_again_after_3_while_a_machine_is_missing(begin: Callable[[str], Rank]) -> None:
     rank = begin('until [ -e "${0%/*}/go" ]; do sleep 0.02; done; exit 3')
     rank.until(lambda: rank.starts)
-    rank.cluster.away.add(1)
+    rank.cluster.down.add(1)
     (rank.cluster.root / "go").touch()
     assert (rank.end(), rank.starts) == (3, 1)
 
@@ -200,7 +200,7 @@ def test_rank_whose_machine_died_waits_for_another_until_it_is_told_to_end(
 
     rank.until(waits)
     assert "its machine or its actor died; starting it again (1 of 10)" in said
-    assert rank.cluster.away == {0} and rank.node.poll() is None
+    assert rank.cluster.down == {0} and rank.node.poll() is None
     rank.node.tell("TERM")
     assert (rank.end(), rank.starts) == (130, 1)
     rank.cluster.actors[0]._relay.exchange(["TERM"], 0.0)
@@ -242,7 +242,7 @@ def test_rank_without_a_machine_ends_as_the_master_when_all_others_have(
     rank.cluster.has_machine = False
     rank.cluster.actors[0].is_dead = True
     rank.cluster.relays.append(rank.cluster.relays[0])
-    rank.until(lambda: rank.cluster.away == {1})
+    rank.until(lambda: rank.cluster.down == {1})
     time.sleep(0.2)
     assert rank.node.poll() is None
     rank.cluster.ended[0] = code

@@ -39,7 +39,7 @@ def test_ticks_are_round_and_hold_the_values() -> None:
     assert nice_ticks(0.0, 0.93, 4) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert nice_ticks(0.0, 3.2e-13, 4) == [0.0, 1e-13, 2e-13, 3e-13, 4e-13]
     assert nice_ticks(-0.0071, 0.024, 4) == [-0.01, 0.0, 0.01, 0.02, 0.03]
-    assert nice_ticks(1, 3, 6, whole=True) == [1, 2, 3] and nice_ticks(5.0, 5.0, 4)[0] <= 5.0
+    assert nice_ticks(1, 3, 6, integers=True) == [1, 2, 3] and nice_ticks(5.0, 5.0, 4)[0] <= 5.0
     assert [number_text(value) for value in (0.6123, 1e-6, 1240.0, 12345.0, 0.0)] == [
         "0.612", "1e-06", "1240", "12.3k", "0",
     ]  # fmt: skip
@@ -103,11 +103,11 @@ def test_curves_of_two_runs_are_in_the_same_charts() -> None:
     sets = {"hard": {"reward": 0.5, "error": 0.1}}
     first = [{"iteration": n, "reward": 0.1 * n, "loss": 1.0, "policy_iteration": n - 1} for n in (1, 2)]
     second = [{**line, "loss": 2.0, "eval": sets} for line in first]
-    reward, loss, hard = curves.both({"A": first, "B": second})
+    reward, loss, hard = curves.of_runs({"A": first, "B": second})
     assert [curve.label for curve in reward.curves] == ["A training", "B training"]
     assert [curve.label for curve in loss.curves] == ["A", "B"] and loss.axis == "iteration"
     assert hard.title == "hard" and [curve.label for curve in hard.curves] == ["B"]
     older = [{**line, "policy_iteration": 0} for line in first]  # as with cluster.max_async_level
-    reward, *_ = curves.both({"A": first, "B": older})
+    reward, *_ = curves.of_runs({"A": first, "B": older})
     assert reward.axis == "policy of iteration"
     assert [n for _, n, _ in reward.curves[0].readings] == [0, 1]

@@ -1,8 +1,8 @@
 """Settings of training. Importing this never imports torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollout.settings_tree import Mark, Settings
 from trainer.loss_settings import LossSettings
@@ -12,6 +12,13 @@ ROUNDING_KL, NF4_KL = 0.1, 1.2
 twice what scripts/bench/learning_curves.py measures of SmolLM2-135M (0.59); larger models lose less."""
 
 
+def _names(value: Any) -> Any:
+    """Return a list of names, as PEFT has it, as one text."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):  # pyright: ignore
+        return ",".join(value)  # pyright: ignore[reportUnknownArgumentType]
+    return value.strip("[]") if isinstance(value, str) else value
+
+
 class LoraSettings(Settings):
     """Low-rank adapters in place of all weights (arXiv 2106.09685)."""
 
@@ -19,7 +26,7 @@ class LoraSettings(Settings):
     """Rank of the adapters; 0: all weights are trained."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
-    targets: str = "all-linear"
+    targets: Annotated[str, BeforeValidator(_names)] = "all-linear"
     """Modules that get an adapter: all-linear (but for routers of experts), or names separated by commas,
     e.g. q_proj,v_proj."""
     base_dtype: Literal["auto", "nf4"] = "auto"

@@ -64,7 +64,7 @@ _NAMES = {
     "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
     "cluster.max_async_level": "async_queue_size async_train",
     "metrics.sinks": "report_to logger use_wandb wandb wandb.key",
-    "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes",
+    "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes num_machines",
     "cluster.expect_gpus": "gpus num_gpus n_gpus_per_node actor_num_gpus_per_node",
     "trainer.aggregation": "loss_agg_mode use_token_level_loss",
     "trainer.freeze_vision": "freeze_vision_tower freeze_multi_modal_projector freeze_vision_encoder",
@@ -86,8 +86,11 @@ _NAMES = {
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
     "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
-    "trainer.compute_dtype": "torch_dtype bf16 param_dtype",
-    "trainer.layout": "strategy fsdp deepspeed",
+    "trainer.compute_dtype": "torch_dtype bf16 param_dtype mixed_precision model_dtype",
+    "trainer.layout": "strategy fsdp deepspeed zero_optimization.stage",
+    "trainer.processes_per_node": "num_processes",
+    "rollout.seed": "data_seed",
+    "trainer.dual_clip": "clip_ratio_c",
     "metrics.project": "project_name wandb_project wandb.project",
     "engine.args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "trainer.context_parallel": "ulysses_sequence_parallel_size context_parallel_size ring_attn_size",
@@ -160,11 +163,15 @@ _NOTES = {
     "drop for true, keep for false": "mask_truncated_completions",
     "vllm for true": "use_vllm",
     "bfloat16 for true": "bf16",
+    "bfloat16 for bf16": "mixed_precision model_dtype",
     "a number for true": "use_peft",
     "nf4 for true": "load_in_4bit",
     "sharded for fsdp and fsdp2": "strategy",
     "sharded": "fsdp",
-    "sharded for ZeRO 3, else replicated": "deepspeed",
+    "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
+    "of one node; theirs are of all": "num_processes",
+    "the one seed of a run": "data_seed",
+    "with trainer.clip=dual": "clip_ratio_c",
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
 }
 """What the value is here, for names whose value is another one."""
@@ -245,6 +252,11 @@ _INSTEAD = {
     "fetch the revision, and give its directory as --model DIR": "model_revision",
     "an adapter is trained where trainer.lora.rank is set": "enable_lora",
     "the engine reads its weights from the run directory": "vllm_sync_backend",
+    "nothing here needs it; leave it out": (
+        "remove_unused_columns dataloader_num_workers ddp_timeout balance_batch calculate_log_probs "
+        "rollout.mode trainer.device"
+    ),
+    "run eval scores a checkpoint, or --model, alone": "val_only",
 }
 """What to do in place of a setting of theirs that is none here, or two."""
 

@@ -55,7 +55,11 @@ def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = N
         more = ", ..." if len(inside) > SHOWN else ""
         return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
     if instead := answer(typed):
-        return instead
+        value, coefficient = values.get(typed), "trainer.kl_coefficient"
+        if coefficient in instead and value in (False, 0):
+            return "leave it out: trainer.kl is off by default"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return instead.replace(coefficient, f"{coefficient}={value:g}") if is_number else instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
     return f"did you mean {suggestion}?{counted(typed, values)}" if suggestion else ALL_SHOWN
 

@@ -154,6 +154,11 @@ def test_true_or_false_is_no_number(key: str, value: Any, expected: str) -> None
     assert str(error.value).startswith(expected)
 
 
+@pytest.mark.parametrize("given", [["q_proj", "v_proj"], "[q_proj,v_proj]", "q_proj,v_proj"])
+def test_modules_with_adapters_may_be_a_list(given: Any) -> None:
+    assert build({"trainer.lora.targets": given}).trainer.lora.targets == "q_proj,v_proj"
+
+
 def test_true_or_false_is_no_share_of_a_source() -> None:
     assert refused({"rollout.ratio.easy": True}).startswith("rollout.ratio={'easy': True}: give a number")
 

@@ -53,6 +53,10 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("num_iterations", "trainer.passes"),
         ("actor.ppo_epochs", "trainer.passes"),
         ("ckpt.interval", "checkpoints.keep_every"),
+        ("data_seed", "rollout.seed"),
+        ("actor_rollout_ref.actor.clip_ratio_c", "trainer.dual_clip"),
+        ("num_machines", "cluster.num_nodes"),
+        ("zero_optimization.stage", "trainer.layout"),
         ("orchestrator.seq_len", "trainer.max_tokens_per_microbatch"),
         ("--pretrain", "model"),
         ("entropy_coeff", "trainer.entropy_bonus"),
@@ -89,6 +93,11 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     assert near_setting("generation_batch_size", KNOWN, {"generation_batch_size": 64, "n": 0}).endswith(
         "/ 8 = 8)"
     )
+    assert near_setting("actor.kl_loss_coef", KNOWN, {"actor.kl_loss_coef": 0.001}) == (
+        "set both trainer.kl=k3 and trainer.kl_coefficient=0.001"
+    )
+    for name, value in (("use_kl_in_reward", False), ("beta", 0.0)):
+        assert near_setting(name, KNOWN, {name: value}) == "leave it out: trainer.kl is off by default"
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
@@ -96,6 +105,7 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     ("typed", "advice"),
     [
         ("beta", "trainer.kl=k3 and trainer.kl_coefficient"),
+        ("actor_rollout_ref.rollout.mode", "nothing here needs it"),
         ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("reward_weights", "--reward math=1"),
         ("trainer.total_epochs", "give --iterations"),
@@ -165,7 +175,7 @@ def test_section_is_answered_with_what_is_in_it() -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["xyzzy", "--bogus", "--out", "trainer.balance_batch", "entity", "trainer.model.impl", "logit_batch_max"],
+    ["xyzzy", "--bogus", "--out", "trainer.balance", "entity", "trainer.model.impl", "logit_batch_max"],
 )
 def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
     assert near_setting(typed, KNOWN) == "run --dry-run shows all settings"

@@ -403,13 +403,17 @@ def show(figures: dict[str, Any]) -> None:
 
 
 @contextmanager
-def new_cluster(parser: argparse.ArgumentParser, directory: Path, name: str = "run") -> Iterator[Cluster]:
-    """Yield the nodes of a new run below `directory`, and leave no process of theirs."""
+def new_cluster(
+    parser: argparse.ArgumentParser, directory: Path, name: str = "run", separate: bool = False
+) -> Iterator[Cluster]:
+    """Yield the nodes of a new run below `directory`, and leave no process of theirs. `separate`: nodes start
+    engines and trainers themselves, as those of several machines do.
+    """
     root = directory.absolute()
     if (root / name).exists():
         parser.error(f"--dir {root}: there is a run already; give another directory")
     (logs := root / "output" / name).mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(root / name, root / "cache", logs)
+    cluster = Cluster(root / name, root / "cache", logs, separate)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the nodes are ended
     try:
         yield cluster
@@ -429,7 +433,7 @@ def main() -> None:
     parser.add_argument("--guests", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=200)
     options = parser.parse_args()
-    with new_cluster(parser, options.dir) as cluster:
+    with new_cluster(parser, options.dir, separate=not options.guests) as cluster:
         if options.guests:
             with new_cluster(parser, options.dir, "alone") as alone:
                 visit(cluster, alone, options.guests, options.iterations, options.seed)

@@ -159,10 +159,10 @@ def name_of_run(run_json: Path, run_id: str) -> str:
     return f"{run_id}.{retry('look at', run_json, changed_ns, run_json):x}"
 
 
-def hold_for_process(name: str, whose: str, check: Callable[[], None]) -> BaseFileLock:
+def hold_for_process(name: str, owner: str, check: Callable[[], None]) -> BaseFileLock:
     """Acquire the lock `name` for as long as this process lives, and kill an older holder that does not end.
 
-    `whose` is for the error, Ended.
+    `owner` is for the error, Ended.
     Beside the lock file, another one says which process holds it: pids are used again.
     """
     lock = host_lock(name)
@@ -170,7 +170,7 @@ def hold_for_process(name: str, whose: str, check: Callable[[], None]) -> BaseFi
     if not acquire(lock, check, HOLDER_PATIENCE_S):
         _kill(holder)
         if not acquire(lock, check, HOLDER_PATIENCE_S):
-            text = f"another process of {whose} on this host does not end; its pid is in {holder}"
+            text = f"another process of {owner} on this host does not end; its pid is in {holder}"
             raise NodeEnded(Exit.FAILED, f"{text}{if_stale(lock)}")
     holder.write_text(json.dumps(_facts(psutil.Process())))
     return lock

@@ -94,8 +94,8 @@ class Pending:
                 announced = newest.epoch
                 watch.heart.beat(announced)
             member = newest.members.get(rank)
-            names_us = member is not None and member.incarnation == watch.incarnation
-            return newest if newest.kind == "full" and (names_us or self._identity.is_guest) else None
+            is_member = member is not None and member.incarnation == watch.incarnation
+            return newest if newest.kind == "full" and (is_member or self._identity.is_guest) else None
 
         started_s = time.monotonic()
         asks_s = 0.0

@@ -47,7 +47,7 @@ class SpecialTokens:
         return any(mark in text for text in texts if text for mark in self.ids)
 
     def without(self, text: str, texts: Iterable[str]) -> str:
-        """Return a text without the special tokens in it, but for those that are in texts of `texts`."""
+        """Return a text without the special tokens in it, but for those that are in one of `texts`."""
         texts = list(texts)
         left_out = [mark for mark in self.ids if not any(mark in each for each in texts)]
         # The longest first: one may begin as another does.

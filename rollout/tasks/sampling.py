@@ -134,19 +134,19 @@ def _classes(tasks: TaskSet, settings: RolloutSettings) -> dict[str, Sequence[in
         tasks.classes[field] = found_now
     classes = tasks.classes[field]
     sizes = ", ".join(f"{name} ({len(indices)} tasks)" for name, indices in sorted(classes.items()))
-    choice = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {sizes}"
+    counts = f"by {settings.ratio_field!r} (rollout.ratio_field) there are: {sizes}"
     if not any(settings.ratio.values()):
         raise TaskError(
-            f"rollout.task_sampling=ratio needs shares above 0, e.g. rollout.ratio.{min(classes)}=1; {choice}"
+            f"rollout.task_sampling=ratio needs shares above 0, e.g. rollout.ratio.{min(classes)}=1; {counts}"
         )
     for name in settings.ratio:
         if name not in classes:
-            raise TaskError(f"rollout.ratio.{name}={settings.ratio[name]:g}: no such class; {choice}")
+            raise TaskError(f"rollout.ratio.{name}={settings.ratio[name]:g}: no such class; {counts}")
     for name in classes:
         if name not in settings.ratio:
             raise TaskError(
                 f"rollout.ratio has no share for the class {name!r}; give rollout.ratio.{name}=0 to leave it "
-                f"out; {choice}"
+                f"out; {counts}"
             )
     return {name: indices for name, indices in sorted(classes.items()) if settings.ratio[name] > 0}
 

@@ -166,11 +166,11 @@ def _turn(turn: Mapping[str, Any]) -> TurnText:
     tokens, trained = _number(turn, "tokens"), _number(turn, "trained")
     if tokens is None or trained is None:
         return TurnText(str(turn.get("role", "")), text)
-    policies = (
+    share_text = (
         "trained" if trained >= tokens > 0 else f"{trained:.0f} of them trained" if trained else "not trained"
     )
     cut = ", cut" if turn.get("finish_reason") == "length" else ""
-    return TurnText(str(turn.get("role", "")), text, True, f"{tokens:.0f} tokens, {policies}{cut}")
+    return TurnText(str(turn.get("role", "")), text, True, f"{tokens:.0f} tokens, {share_text}{cut}")
 
 
 def _worse(sample: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+from coordinator.directory.layout import RunDir
 from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
@@ -54,6 +55,10 @@ def check_log_path(root: Path, option: str = "--log-path") -> None:
     refuse_kernel(root, existing.resolve(), option)
     if not any(os.access(existing, os.W_OK | os.X_OK) for _ in range(ASKED)):
         raise SettingsError(f"{option} {root}: {existing} is not writable for this user")
+    if files.exists(RunDir(root.parent).run_json) and not has_run(root):
+        raise SettingsError(
+            f"{option} {root}: is within the run {root.parent}; give that one, or a directory of its own"
+        )
 
 
 def refuse_kernel(root: Path, existing: Path, option: str = "--log-path") -> None:

@@ -144,6 +144,8 @@ BAD = [
     ("stop --log-path runs/exp1", "for the jobs of a server (run serve); Ctrl+C ends a run, where its"),
     ("resume runs/exp1", "give the name of a job; the command that started a run, typed again, resumes it"),
     ("rescore --iteration 1 --reward exact --to x --dry-run", "--to x beside --dry-run: a dry run makes"),
+    ("resume", "run resume: is for the jobs of a server (run serve); the command that started a run"),
+    ("GRPO --iterations 3", "an algorithm is given as trainer.algorithm=grpo"),
     ("--log-path old/checkpoints", "old/checkpoints: is within the run "),
     ("--model ./good.jsonl", "good.jsonl: is a file; give the directory of a model, with its"),
     ("--environment users.py", "did you mean users.py:FUNCTION?"),

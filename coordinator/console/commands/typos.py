@@ -23,6 +23,7 @@ from coordinator.settings.loading import (
     parse_value,
 )
 from coordinator.settings.tree import SettingsError
+from trainer.algorithms import PRESETS
 
 MEANT = {"train": LOCAL, "start": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
          "version": "--version", "worker": "--worker RANK", "master": "--master",
@@ -99,6 +100,8 @@ def _refuse_word(word: str, arguments: Sequence[str]) -> None:
         advice = f"a run directory is given as --log-path {word}"
     elif part := part_of_value(word, arguments):
         advice = part
+    elif word.lower() in PRESETS:
+        advice = f"an algorithm is given as trainer.algorithm={word.lower()}"
     elif near:
         advice = f"did you mean run {MEANT.get(near[0], near[0])}?"
     elif setting := known_as or suggestions.spelled_like(word, known):

@@ -84,11 +84,13 @@ class GroupCollector:
         tally: Tally | None = None,
     ) -> None:
         self._tally = tally or Tally(log)
-        self._teacher = SelfTeacher.from_settings(settings) or (
-            Teacher(settings.teacher) if settings.teacher else None
-        )
+        self._teachers: dict[str | None, Teacher | SelfTeacher] = {
+            source: Teacher(name) for source, name in settings.teachers.items()
+        }
+        if settings.teacher is not None:
+            self._teachers[None] = SelfTeacher.from_settings(settings) or Teacher(settings.teacher)
         self._makers = {
-            kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teacher)
+            kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teachers)
             for kind, recipe in recipes.items()
         }
         self._settings = settings
@@ -221,8 +223,9 @@ class GroupCollector:
         await end(unfinished - own_tasks, "tasks of environments")
         for reward in self._rewards:
             await reward.close()
-        if isinstance(self._teacher, Teacher):
-            await self._teacher.close()
+        for teacher in self._teachers.values():
+            if isinstance(teacher, Teacher):
+                await teacher.close()
         self._tally.say_counts()
 
     async def _work(self) -> None:

@@ -1,8 +1,8 @@
 """Make one group: generate its samples, then score them, whatever the user's environment or reward does."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,12 +55,13 @@ class GroupMaker:
     settings: RolloutSettings
     tally: Tally
     segment: Segment | None
-    teacher: Teacher | SelfTeacher | None = None
+    teachers: Mapping[str | None, Teacher | SelfTeacher] = field(default_factory=dict)
+    """By the source of the task; None: of all other tasks. Empty: nobody is asked."""
 
     @property
     def is_instant(self) -> bool:
         """Whether a group waits for nothing once it is generated."""
-        return self.recipe.reward.is_instant and self.teacher is None
+        return self.recipe.reward.is_instant and not self.teachers
 
     async def make(self, slot: Slot, generated: Callable[[], None]) -> Group:
         """Return the slot's group, or its tombstone; EngineError if the engine fails.
@@ -168,9 +169,10 @@ class GroupMaker:
         """Ask the teacher for its logprobs of the samples, if there is one. Returns why some have got none:
         these lose their rewards, and so their places in the group.
         """
-        if self.teacher is None:
+        if not self.teachers:
             return []
-        teacher = self.teacher
+        source = str(slot.task.get(self.settings.ratio_field))
+        teacher = self.teachers.get(source) or self.teachers[None]
         if isinstance(teacher, SelfTeacher):
             teacher = teacher.of_task(slot.task, Policy(self.client, self.recipe.sampling, slot.seed))
         outcomes = await asyncio.gather(*(_outcome(_asked(teacher, sample)) for sample in samples))

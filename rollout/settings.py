@@ -131,6 +131,8 @@ class RolloutSettings(Settings):
     """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
     the samples' tokens (trainer.algorithm=distill). self:FIELD: the policy itself, with this field of the
     task in its prompt."""
+    teachers: dict[str, str] = {}
+    """Servers as `teacher`, for the tasks of a source (`ratio_field`); others have `teacher`."""
     teacher_template: str = "A hint for what follows: {hint}\n\n{prompt}"
     """The prompt (or the user's last message) that the policy has as its own teacher: {hint} is the field,
     {prompt} the task's own."""

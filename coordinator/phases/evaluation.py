@@ -84,7 +84,7 @@ def collect_eval(node: Node, iteration: Iteration) -> Payload | None:
         sets=sets,
         # All of them: the tasks that take longest are not average ones. What is not trained needs no teacher.
         settings=node.settings.rollout.model_copy(
-            update={"completion_threshold": 1.0, "over_sample": 1.0, "teacher": None}
+            update={"completion_threshold": 1.0, "over_sample": 1.0, "teacher": None, "teachers": {}}
         ),
     )
     return collect_share(node, iteration, share)

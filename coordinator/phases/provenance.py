@@ -112,6 +112,7 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         "rollout.segment_tokens": (opened.get("segment_tokens"), now.get("segment_tokens")),
         # One that has moved is asked where it is now.
         "rollout.teacher": (None, None) if are_servers(*teachers) else teachers,
+        "rollout.teachers": (sorted(opened.get("teachers", {})), sorted(now.get("teachers", {}))),
         "rollout.teacher_template": (opened.get("teacher_template"), now.get("teacher_template")),
         "cluster.max_async_level": (opened.get("max_async_level", 0), now["max_async_level"]),
         **{name: (sets.get(name), sets_now.get(name)) for name in sorted({*sets, *sets_now})},

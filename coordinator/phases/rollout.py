@@ -152,6 +152,7 @@ def _chosen(node: Node) -> dict[str, Any]:
         "max_async_level": node.settings.cluster.max_async_level,
         "segment_tokens": node.settings.rollout.segment_tokens,
         "teacher": node.settings.rollout.teacher,
+        **({"teachers": teachers} if (teachers := node.settings.rollout.teachers) else {}),
         **({"teacher_template": teacher.template} if teacher else {}),
     }
 
@@ -255,10 +256,16 @@ def share_of(node: Node, iteration: Iteration) -> Share:
     )
 
 
-def _teacher(node: Node, opened: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the teacher that an iteration was opened with; a server where it is now, if it has moved."""
+def _teacher(node: Node, opened: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the teachers that an iteration was opened with; servers where they are now, if they have
+    moved.
+    """
     then, now = opened.get("teacher"), node.settings.rollout.teacher
-    teacher = {"teacher": now if are_servers(then, now) else then}
+    teachers, teachers_now = opened.get("teachers", {}), node.settings.rollout.teachers
+    teacher = {
+        "teacher": now if are_servers(then, now) else then,
+        "teachers": {source: teachers_now.get(source, name) for source, name in teachers.items()},
+    }
     return teacher | {name: opened[name] for name in ("teacher_template",) if name in opened}
 
 

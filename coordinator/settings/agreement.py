@@ -206,6 +206,11 @@ def _teacher_is_asked(settings: SettingFields) -> None:
             "trainer.advantage=zero with trainer.kl=off learns nothing; leave one of them out, or give "
             "trainer.kl=k1"
         )
+    if rollout.teachers and rollout.teacher is None:
+        source, name = next(iter(rollout.teachers.items()))
+        raise ValueError(
+            f"rollout.teachers.{source}={name}: tasks of other sources need one, too; give rollout.teacher"
+        )
     begins_itself = rollout.environment in WRITTEN or rollout.environment.startswith(PROGRAMS)
     if begins_itself and (rollout.teacher or "").startswith(SELF):
         raise ValueError(

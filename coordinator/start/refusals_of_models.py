@@ -32,12 +32,21 @@ ENDLESS = "neither its tokenizer nor its configuration names a token that ends a
 
 
 def refuse_wrong_teacher(settings: RunSettings) -> None:
-    """Raise SettingsError if rollout.teacher is no server's address, or needs a key that is not set here."""
-    if settings.rollout.teacher is not None and SelfTeacher.from_settings(settings.rollout) is None:
+    """Raise SettingsError if a teacher is no server's address, or needs a key that is not set here."""
+    for setting, name in _teacher_servers(settings).items():
         try:
-            Teacher(settings.rollout.teacher)
+            Teacher(name)
         except ValueError as error:
-            raise SettingsError(f"rollout.teacher={settings.rollout.teacher}: {error}") from None
+            raise SettingsError(f"{setting}={name}: {error}") from None
+
+
+def _teacher_servers(settings: RunSettings) -> dict[str, str]:
+    """Return the names of the teachers that are servers, by the setting."""
+    rollout = settings.rollout
+    servers = {f"rollout.teachers.{source}": name for source, name in rollout.teachers.items()}
+    if rollout.teacher is not None and SelfTeacher.from_settings(rollout) is None:
+        servers["rollout.teacher"] = rollout.teacher
+    return servers
 
 
 def warn_of_reward_servers(settings: RunSettings) -> None:
@@ -63,36 +72,40 @@ def warn_of_reward_servers(settings: RunSettings) -> None:
 
 
 def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
-    """Return how many tokens the teacher reads, by its name, if there is one and it says so. SettingsError if
-    it lacks tokens that any sample may have, or has no room for a prompt before `rollout.max_tokens`.
+    """Return how many tokens the teacher of all tasks reads, by its name, if there is one and it says so.
+    SettingsError if a teacher lacks tokens that any sample may have, or has no room for a prompt before
+    `rollout.max_tokens`.
     """
-    rollout = settings.rollout
-    if rollout.teacher is None or SelfTeacher.from_settings(rollout) or settings.rollout_split == "eval-only":
+    rollout, servers = settings.rollout, _teacher_servers(settings)
+    if not servers or settings.rollout_split == "eval-only":
         return {}
     known, rows = read_special_tokens(model_dir), vocabulary_size(model_dir)
     tokens = [known.words - 1, *known.end_ids]  # one that was added for padding, say, is in no sample
     largest = max(token for token in tokens if rows is None or token < rows)
 
-    async def look() -> int | None:
-        teacher = Teacher(rollout.teacher or "")
+    async def look(name: str) -> int | None:
+        teacher = Teacher(name)
         try:
             return await teacher.longest(max(0, largest))
         finally:
             await teacher.close()
 
-    name = f"rollout.teacher={rollout.teacher}"
-    try:
-        longest = asyncio.run(look())
-    except ValueError as error:
-        raise SettingsError(f"{name}: {error}") from None
-    if longest is None:
-        return {}
-    if rollout.environment not in WRITTEN and rollout.max_tokens >= longest:
-        raise SettingsError(
-            f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: {name} reads {longest} "
-            "tokens of a sample; give less, by the length of the longest prompt"
-        )
-    return {name: longest}
+    room: dict[str, int] = {}
+    for setting, name in servers.items():
+        try:
+            longest = asyncio.run(look(name))
+        except ValueError as error:
+            raise SettingsError(f"{setting}={name}: {error}") from None
+        if longest is None:
+            continue
+        if rollout.environment not in WRITTEN and rollout.max_tokens >= longest:
+            raise SettingsError(
+                f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: {setting}={name} "
+                f"reads {longest} tokens of a sample; give less, by the length of the longest prompt"
+            )
+        if setting == "rollout.teacher":
+            room[f"{setting}={name}"] = longest
+    return room
 
 
 EXACT = {"float32", "float", "float64"}

@@ -115,18 +115,20 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
 
 
 def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
-    """Raise SettingsError for one of trainer.sources that no task is of."""
-    if not settings.trainer.sources:
+    """Raise SettingsError for one of trainer.sources, or of rollout.teachers, that no task is of."""
+    names = {name: f"rollout.teachers.{name}" for name in settings.rollout.teachers}
+    names |= {name: f"trainer.sources.{name}" for name in settings.trainer.sources}
+    if not names:
         return
     field = settings.rollout.ratio_field
     counts = Counter(str(task.get(field)) for task in tasks.tasks)
-    for name in settings.trainer.sources:
+    for name, setting in names.items():
         if name not in counts:
             sizes = ", ".join(
                 f"{source} ({count} tasks)" for source, count in sorted(counts.items())[:_MOST_SHOWN]
             )
             raise SettingsError(
-                f"trainer.sources.{name}: no task of --tasks {settings.tasks} has that {field!r} "
+                f"{setting}: no task of --tasks {settings.tasks} has that {field!r} "
                 f"(rollout.ratio_field); there are: {sizes}"
             )
 

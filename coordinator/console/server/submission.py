@@ -277,6 +277,7 @@ def _refuse_code(settings: RunSettings) -> None:
         ("cluster.groups", settings.cluster.groups, "can name programs"),
         ("cluster.local_dir", settings.cluster.local_dir, "names a directory that is emptied"),
         ("engine.url", settings.engine.url, "asks another server"),
+        ("rollout.teachers", settings.rollout.teachers, "asks other servers"),
         ("rollout.teacher", not (settings.rollout.teacher or SELF).startswith(SELF), "asks another server"),
         (f"metrics.sinks={','.join(accounts)}", accounts, "uses the account of the server's user"),
     ):

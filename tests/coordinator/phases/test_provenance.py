@@ -189,6 +189,9 @@ def test_every_setting_of_the_sampling_is_kept_and_a_change_is_said() -> None:
     one, two = ({**now, "teacher": f"http://{host}:8000/v1"} for host in ("a", "b"))
     assert changes(one, two) == [], "it is asked where it is now"
     assert changes(one, now) == ["rollout.teacher=http://a:8000/v1 (now not set)"]
+    assert changes(one, {**two, "teachers": {"math": "http://a:8000/v1"}}) == [
+        'rollout.teachers=[] (now ["math"])'
+    ]
     itself = {**now, "teacher": "self:a", "teacher_template": "{hint} {prompt}"}
     assert changes(itself, {**itself, "teacher": "self:b"}) == ["rollout.teacher=self:a (now self:b)"]
     assert changes(itself, {**itself, "teacher_template": "{hint}{prompt}"}) == [

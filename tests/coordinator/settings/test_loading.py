@@ -563,6 +563,10 @@ def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> N
         ),
         ({"rollout.environment": "demonstration"}, "trainer.kl=k1 is for samples of the policy"),
         ({"rollout.temperature": 0.5}, "the teacher's logprobs are of temperature 1"),
+        (
+            {"rollout.teacher": None, "rollout.teachers.math": "http://a:8000/v1"},
+            "tasks of other sources need one, too; give rollout.teacher",
+        ),
         ({"rollout.teacher": "self"}, "names no field of the tasks for its hint; give self:FIELD"),
         (
             {"rollout.teacher_template": "{prompt}"},

@@ -575,6 +575,8 @@ def test_source_that_no_task_is_of_is_refused_with_those_that_are_there(tmp_path
     text = refusal({"tasks": tasks, "trainer.sources.maths.weight": 2})
     assert text.startswith(f"trainer.sources.maths: no task of --tasks {tasks} has that 'source'")
     assert text.endswith("there are: code (1 tasks), math (2 tasks)")
+    teachers = {"rollout.teacher": "http://127.0.0.1:1/v1", "rollout.teachers.maths": "http://127.0.0.1:1/v1"}
+    assert refusal({"tasks": tasks, **teachers}).startswith("rollout.teachers.maths: no task of --tasks")
 
 
 def test_prompt_that_the_hint_makes_too_long_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The teacher: its logprobs go to the tokens that are trained, and what it cannot give costs the sample."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,16 @@ def test_samples_of_a_collection_are_stored_with_what_the_teacher_says(served: S
         assert [sample.reward for sample in group.samples] == [1.0] * 4
         for sample in group.samples:
             assert sample.teacher_logprobs is not None and sample.teacher_logprobs.tolist() == [0, -0.5]
+
+
+def test_tasks_of_a_source_have_a_teacher_of_their_own(served: Served) -> None:
+    served.answers = [told(-0.5)]
+    work = slots(3)
+    work[1].task["source"] = "math"
+    teachers = {"teacher": f"{served.url}/v1", "teachers": {"math": f"{served.url}/math/v1"}}
+    _, failure = run(FakeClient(), work, teachers)
+    assert failure is None
+    assert Counter(path for path, _ in served.asked) == {"/v1/completions": 8, "/math/v1/completions": 4}
 
 
 def test_sample_without_an_answer_is_lost_and_the_rest_of_its_group_stays(served: Served) -> None:

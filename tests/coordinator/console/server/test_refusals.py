@@ -170,6 +170,12 @@ def test_refusals_of_settings_are_those_of_run(served: Served) -> None:
     assert error.startswith("'foo' is neither a command, nor an option, nor KEY=VALUE")
 
 
+def test_teachers_of_sources_are_other_servers_too(served: Served) -> None:
+    given = ("rollout.teacher=self:answer", "rollout.teachers.math=http://127.0.0.1:80/v1", "trainer.kl=k1")
+    status, error = served.post("/jobs", job(*given, "trainer.kl_to=teacher"))
+    assert status == 400 and error.startswith("rollout.teachers asks other servers, and this server lets no")
+
+
 def test_reward_that_is_not_there_is_refused_wherever_the_job_would_run(served: Served) -> None:
     status, error = served.post("/jobs", job("--reward", "nosuch"))
     assert status == 400 and error.startswith("--reward nosuch: reward 'nosuch': there is exact")

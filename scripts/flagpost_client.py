@@ -341,10 +341,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
         command.set_defaults(call=call)
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
-        if words and words[0] in OF_RUNS and any(word.partition("=")[0] == "--log-path" for word in words):
-            raise ServerError(
-                f"run {words[0]} --log-path: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}"
-            )
+        has_path = any(word.partition("=")[0] == "--log-path" for word in words)
+        if words and words[0] in OF_RUNS and (has_path or words in (["stop"], ["resume"], ["fetch"])):
+            name = f"{words[0]} --log-path" if has_path else words[0]
+            raise ServerError(f"run {name}: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}")
         typed, later_words = parser.parse_known_args(words)
         if "/" in (getattr(typed, "name", None) or "") and typed.command in OF_RUNS:
             raise ServerError(

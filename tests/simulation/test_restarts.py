@@ -151,7 +151,7 @@ def test_open_iteration_keeps_its_slots(tmp_path: Path) -> None:
     changed = {"rollout.tasks_per_iteration": 5, "rollout.over_sample": 2.0, "rollout.dynamic_sampling": True}
     world = run(tmp_path, changed)
     assert [manifest(world.run_dir, "train", n)["slots"] for n in (1, 2)] == [24, 5]
-    assert said(world, "rollout.tasks_per_iteration=24 (now 5), rollout.dynamic_sampling=False (now True)")
+    assert said(world, "rollout.tasks_per_iteration=24 (now 5), rollout.dynamic_sampling=false (now true)")
 
 
 def test_iteration_of_which_nothing_is_finished_is_opened_anew(tmp_path: Path) -> None:

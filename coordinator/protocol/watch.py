@@ -87,7 +87,7 @@ class Watch:
         """What the directory said to the last heartbeat, if it did not take it."""
         self._own_names: list[str] = []
         """What the master shows itself, when it was last listed."""
-        self._own_s = self._looked_s = float("-inf")
+        self._own_s = self._look_began_s = self._looked_s = float("-inf")
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._looking = threading.RLock()
@@ -181,7 +181,8 @@ class Watch:
         `own_too`, at any time.
         """
         with self._looking:
-            before, before_s = self.board, self._looked_s
+            before, before_s = self.board, self._look_began_s
+            self._look_began_s = time.monotonic()
             try:
                 names = self.listings.names(self._others)
                 self._looked_s = time.monotonic()

@@ -472,6 +472,26 @@ def test_first_verdict_stays_until_the_next_admission(make: Make, run_dir: RunDi
     assert watching.verdict is None and not watching.stop.is_set()
 
 
+def test_beats_come_while_a_listing_stands_still_on_a_busy_machine(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, passed_s = make(), list[float]()
+    watching.admit(record(), told(CLUSTER))
+    clock, names = Clock(monkeypatch, watching), watching.listings.names
+
+    def names_that_are_old_when_they_come(directory: Path) -> list[str]:
+        listed = names(directory)
+        clock.now_s += 5.0 * (not passed_s)
+        return listed
+
+    monkeypatch.setattr(watching.listings, "names", names_that_are_old_when_they_come)
+    compare = SimpleNamespace(observe=lambda *given: passed_s.append(given[-1]), say=lambda _directory: None)
+    monkeypatch.setattr(watching, "_late_names", compare)
+    watching.look()
+    watching.look()
+    assert passed_s[1] == 5.0, "so many seconds' beats may be new in the second listing"
+
+
 def test_node_in_no_epoch_judges_nobody(make: Make, run_dir: RunDir) -> None:
     watching = make()
     watching.admit(record(), told(CLUSTER))

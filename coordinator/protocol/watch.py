@@ -182,7 +182,7 @@ class Watch:
         """
         with self._looking:
             before, before_s = self.board, self._look_began_s
-            self._look_began_s = time.monotonic()
+            began_s = time.monotonic()
             try:
                 names = self.listings.names(self._others)
                 self._looked_s = time.monotonic()
@@ -191,6 +191,7 @@ class Watch:
             except FileNotFoundError as error:  # somebody removed the run, or unmounted it
                 raise SharedFsError("list", self._others, error, 0.0) from error
             self.board = board = parse(names, self.board)
+            self._look_began_s = began_s  # of the board: what fails shows nothing
             if self.heart.is_back(board):
                 self.fence.beat_is_back()
             self.judge.observe(board, self.current, self._looked_s)

@@ -77,7 +77,7 @@ def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int, nodes:
     rank = trainer.lora.rank
     text = without_vision(tensors) if trainer.freeze_vision else tensors
     adapters = rank * sum(_adapted(text, trainer.lora.targets)) if rank else 0
-    sharing = count // nodes if trainer.layout == "hybrid" else count
+    sharing = max(1, count // nodes) if trainer.layout == "hybrid" else count
     return least_bytes(Shape.from_tensors(tensors, adapters, trainer.freeze_vision), trainer, sharing)
 
 

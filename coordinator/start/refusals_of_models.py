@@ -103,7 +103,7 @@ def room_at_teacher(settings: RunSettings, model_dir: Path) -> dict[str, int]:
                 f"rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt: {setting}={name} "
                 f"reads {longest} tokens of a sample; give less, by the length of the longest prompt"
             )
-        if setting == "rollout.teacher":
+        if setting == "rollout.teacher" and not rollout.teachers:  # else it does not read all tasks
             room[f"{setting}={name}"] = longest
     return room
 

@@ -28,7 +28,7 @@ from rollout.pictures import pictures_in
 from rollout.rewards.resolve import check_task
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling
-from rollout.tasks.task_set import SHAPES, TaskError, TaskSet
+from rollout.tasks.task_set import SHAPES, Task, TaskError, TaskSet
 from rollout.tasks.verifiers import SOURCE as VERIFIERS
 
 log = logging.getLogger(__name__)
@@ -108,10 +108,23 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
     if teacher is None or not played or (teacher.field == FEEDBACK and environment not in BUILT_IN):
         return
     for index, task in enumerate(tasks.tasks):
+        if _has_own_teacher(settings, task):
+            continue
         try:
             teacher.hinted(task)
         except TaskError as error:
             raise SettingsError(f"{tasks.place(index)}: {error}; add it, or name another field") from None
+
+
+def _has_own_teacher(settings: RunSettings, task: Task) -> bool:
+    """Return whether a task is of a source that rollout.teachers names."""
+    return str(task.get(settings.rollout.ratio_field)) in settings.rollout.teachers
+
+
+def _without_own_teacher(settings: RunSettings, tasks: TaskSet) -> TaskSet:
+    if not settings.rollout.teachers:
+        return tasks
+    return tasks.without([n for n, task in enumerate(tasks.tasks) if _has_own_teacher(settings, task)])
 
 
 def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
@@ -306,7 +319,7 @@ def look_at_text(
                     log.warning("%s", text)
                 if self_teacher is not None and played.tasks is tasks and context is not None:
                     room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
-                    hinted = self_teacher.hinted_set(tasks)
+                    hinted = self_teacher.hinted_set(_without_own_teacher(settings, tasks))
                     try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
             elif not has_other_template and (
                 played.environment.startswith(VERIFIERS) or any("tools" in text for text in code)

@@ -148,10 +148,12 @@ class Learner(Policy):
             return
         values = list(self.parameters.values())
         checksum = torch.stack([fingerprint(parallel.local_part(value)) for value in values]).sum()
-        bounds = torch.stack([checksum, -checksum]).to(self.device)
+        # Of all ranks by gloo, which says what became of a peer.
+        bounds = torch.stack([checksum, -checksum]).to(self.device if self.layout.sharded else "cpu")
         with waiting_for_peers("comparing the weights with the first node's"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=copies)
-        if bounds[0] == -bounds[1]:
+            are_alike = bool(bounds[0] == -bounds[1])
+        if are_alike:
             return
         with waiting_for_peers("taking over the weights of the first node"):
             for value in values:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -136,6 +137,8 @@ class Layout:
         sizes = {"nodes": nodes, "data": world_size // nodes // size, "tensor": size}
         sizes = {name: count for name, count in sizes.items() if count > 1 or name == "data"}
         mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for name in sizes:  # torch gives new groups a timeout of its own
+            _set_pg_timeout(timedelta(seconds=settings.collective_timeout_s), mesh.get_group(name))
         return replace(layout, tensor_parallel_size=size, sharded=True, mesh=mesh, nodes=nodes)
 
 

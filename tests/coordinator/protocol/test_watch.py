@@ -491,6 +491,16 @@ def test_beats_come_while_a_listing_stands_still_on_a_busy_machine(
     watching.look()
     assert passed_s[1] == 5.0, "so many seconds' beats may be new in the second listing"
 
+    def no_names(_directory: Path) -> list[str]:
+        clock.now_s += 7.0
+        raise FileNotFoundError
+
+    with monkeypatch.context() as outage, pytest.raises(SharedFsError):
+        outage.setattr(watching.listings, "names", no_names)
+        watching.look()
+    watching.look()
+    assert passed_s[2] == 7.0, "since the board that it is compared with"
+
 
 def test_node_in_no_epoch_judges_nobody(make: Make, run_dir: RunDir) -> None:
     watching = make()

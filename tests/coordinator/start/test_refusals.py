@@ -575,6 +575,10 @@ def test_source_that_no_task_is_of_is_refused_with_those_that_are_there(tmp_path
     text = refusal({"tasks": tasks, "trainer.sources.maths.weight": 2})
     assert text.startswith(f"trainer.sources.maths: no task of --tasks {tasks} has that 'source'")
     assert text.endswith("there are: code (1 tasks), math (2 tasks)")
+    own = {"rollout.teachers.math": "http://127.0.0.1:1/v1", "rollout.teacher": "self:source"}
+    passes({"tasks": tasks, **own})
+    text = refusal({"tasks": tasks, **own, "rollout.teacher": "self:why"})
+    assert text.startswith(f"{tasks}:2: task '2': has no `why`"), "the first one has another teacher"
     teachers = {"rollout.teacher": "http://127.0.0.1:1/v1", "rollout.teachers.maths": "http://127.0.0.1:1/v1"}
     assert refusal({"tasks": tasks, **teachers}).startswith("rollout.teachers.maths: no task of --tasks")
 

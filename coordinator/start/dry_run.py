@@ -37,6 +37,7 @@ from coordinator.start.start import last_start, resume_given
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.kind import ServerSettingError
 from rollout.engines.model_dir import WeightsError, model_files, policy_digest
 from rollout.settings import TINY
 from rollout.storage import known_files
@@ -70,18 +71,25 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path 
     if root is not None:
         check_log_path(root)
     refuse_absent_directories(settings)
+    try:
+        return _check_inputs(settings, overrides, root)
+    except (RowError, TaskError, ServerSettingError) as error:
+        raise SettingsError(str(error)) from None
+    except WeightsError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+
+
+def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None) -> str | None:
+    """As check_named. Raises SettingsError, RowError, TaskError, ServerSettingError or WeightsError."""
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
     named = None
-    try:
-        for source in fetched:
-            hub_parts(source)
-        if fetched:
-            _load_local(settings)
-        else:
-            named = load_named(settings, overrides)
-    except (RowError, TaskError) as error:
-        raise SettingsError(str(error)) from None
+    for source in fetched:
+        hub_parts(source)
+    if fetched:
+        _load_local(settings)
+    else:
+        named = load_named(settings, overrides)
     model, tasks = None, named[1:] if named else None
     places = [Path(settings.model), Path(settings.data_path or ".", settings.model)]
     if is_path(settings.model) or any(map(is_directory, places)):
@@ -96,11 +104,8 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path 
         for text in odd_settings(settings, overrides):
             log.warning("%s", text)
     if model is not None:
-        try:
-            refuse_incomplete(settings, model)
-            tasks = tasks and without_longer(settings, model, *tasks)
-        except WeightsError as error:
-            raise SettingsError(f"--model {settings.model}: {error}") from None
+        refuse_incomplete(settings, model)
+        tasks = tasks and without_longer(settings, model, *tasks)
     if model is not None and tasks and named:
         refuse_unrendered(settings, model, *tasks)
         if settings.rl_phase != "update":

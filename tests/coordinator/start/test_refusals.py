@@ -230,6 +230,18 @@ def test_argument_of_the_server_decides_its_context(
     assert any_kind(EngineSettings(kind="torch", args=args)).context(model) == 64, "it takes no arguments"
 
 
+@pytest.mark.parametrize("source", ["hf:a/b", ""])
+def test_length_beyond_the_models_positions_is_refused_by_a_dry_run(tmp_path: Path, source: str) -> None:
+    dynamic = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    given: dict[str, Any] = {
+        "model": str(write_model(tmp_path / "model", dynamic)),
+        "tasks": source or tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}),
+        "engine.args.max_model_len": 128,
+    }
+    with pytest.raises(SettingsError, match=r"max_model_len=128: beyond 64 tokens .* give 64 or less$"):
+        check_named(loading.build(given), given)
+
+
 # ---- a server of the user's
 
 

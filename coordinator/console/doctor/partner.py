@@ -1,22 +1,18 @@
 """The second process of `run doctor`: it does things on the directory that the first one observes.
 
-    python -m coordinator.console.doctor.partner      one JSON line in, {"do": NAME, ...}; one JSON line out
-
-It ends at end of file, so it does not outlive the doctor. Times are of the monotonic clock, which all
-processes of one machine share.
+Times are of the monotonic clock, which all processes of one machine share.
 """
 
-import contextlib
-import json
-import select
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rollout.processes.killable_process import CallFailed, CallLost, DeadlinePassed
+from rollout.processes.pool import ProcessPool
 from rollout.storage import files, once
 
 ANSWER_S = 120.0
@@ -37,13 +33,8 @@ class Partner:
     """The second process as the doctor sees it: `ask` waits for the answer, `tell` does not."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "coordinator.console.doctor.partner"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
-        self._is_asked = False
+        self._pool = ProcessPool(f"{__name__}:make_partner", size=1, say=_pass_on)
+        self._begun: Future[Any] = Future()
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +42,7 @@ class Partner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self.close()
+        self._pool.close()
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Let it do something and return its answer; PartnerError if it fails."""
@@ -60,47 +51,32 @@ class Partner:
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Let it begin; `answer` takes the result. An earlier result that was not taken is dropped."""
-        if self._is_asked:
-            self._read()
-        self._is_asked = True
-        with contextlib.suppress(BrokenPipeError):  # `answer` says so
-            self._to.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            self._to.flush()
+        self._begun = self._pool.submit(do, arguments, deadline_s=ANSWER_S)
 
     def is_done(self) -> bool:
         """Return whether `answer` would return at once."""
-        return bool(select.select([self._from], [], [], 0)[0])
+        return self._begun.done()
 
     def answer(self) -> Any:
         """Return the result of what it was told to do; PartnerError if that failed or took too long."""
-        answer = self._read()
-        if "error" in answer:
-            raise PartnerError(answer["error"])
-        return answer["result"]
-
-    def _read(self) -> dict[str, Any]:
-        if not select.select([self._from], [], [], ANSWER_S)[0]:
-            raise PartnerError(f"a second process on this directory has not answered for {ANSWER_S:.0f} s")
-        self._is_asked = False
-        line = self._from.readline()  # one answer to one question: the line comes whole
-        if not line:
-            raise PartnerError(f"a second process on this directory ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it; kill it if it does not end by itself."""
-        with contextlib.suppress(BrokenPipeError):
-            self._to.close()
         try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the mount
-                self._process.wait(5.0)
-        self._from.close()
+            result, error_text = self._begun.result()
+        except DeadlinePassed:
+            raise PartnerError(
+                f"a second process on this directory has not answered for {ANSWER_S:.0f} s"
+            ) from None
+        except (CallFailed, CallLost) as error:
+            raise PartnerError(f"a second process on this directory ended: {error}") from None
+        if error_text is not None:
+            raise PartnerError(error_text)
+        return result
 
 
-# The second process's side.
+def _pass_on(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---- in the second process
 
 
 def _publish(path: str) -> float:
@@ -145,16 +121,13 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def main() -> None:
-    """Answer requests, line by line."""
-    for line in sys.stdin:
-        arguments = json.loads(line)
+def make_partner() -> Callable[[str, Mapping[str, Any]], tuple[Any, str | None]]:
+    """Make (name of an action, its arguments) -> its result, and the text of an error of the directory."""
+
+    def act(do: str, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
         try:
-            answer = {"result": ACTIONS[arguments.pop("do")](**arguments)}
+            return ACTIONS[do](**arguments), None
         except OSError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+            return None, str(error)
 
-
-if __name__ == "__main__":
-    main()
+    return act

@@ -90,9 +90,11 @@ def test_partner_that_is_gone_is_told() -> None:
         partner.ask("remove", path="/nowhere/a")  # so it has begun to be the program it will be
         children = psutil.Process().children()
         alive = (each for each in children if each.status() != psutil.STATUS_ZOMBIE)
-        child = next(each for each in alive if "coordinator.console.doctor.partner" in each.cmdline())
+        child = next(
+            each for each in alive if "coordinator.console.doctor.partner:make_partner" in each.cmdline()
+        )
         child.kill()
-        with pytest.raises(PartnerError, match="ended with -9"):
+        with pytest.raises(PartnerError, match="ended: its process was killed"):
             partner.ask("remove", path="/nowhere/a")
 
 

@@ -3,15 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
-from coordinator.node.identity import Identity
-from coordinator.node.messages import Messages
-from coordinator.node.phase_endings import PhaseEndings
-from coordinator.node.position import GATHERING, Position
+from coordinator.node.node_wait import NodeWait
+from coordinator.node.position import GATHERING
 from coordinator.protocol.back_off import BackOff
 from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.failed_starts import NOT_STARTED, FailedStarts
@@ -20,44 +19,30 @@ from coordinator.protocol.on_node_failure import FailurePolicy, failure_policy
 from coordinator.protocol.records import EpochRecord, GivenSettings, Member, claim, new_token
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.split_slots import share_sizes
-from coordinator.protocol.watch import Watch
 from coordinator.settings.cluster import ClusterSettings
 from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
 
 
-class Gathering:
+@dataclass
+class Gathering(NodeWait):
     """Brings the nodes of a run, or those that are there, into an epoch; for its master."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        position: Position,
-        watch: Watch,
-        messages: Messages,
-        phase_endings: PhaseEndings,
-        describe: Callable[[], dict[str, Any]],
-    ) -> None:
-        """`describe`: what this node's heartbeat says."""
-        self._identity = identity
-        self._position = position
-        self._watch = watch
-        self._messages = messages
-        self._phase_endings = phase_endings
-        self._describe = describe
-        self.lost: dict[int, tuple[int, int]] = {}
-        """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
-        self._back_off = BackOff()
-        self._failed_starts = FailedStarts(identity.run_dir)
-        self._known: dict[int, tuple[int, dict[str, Any]]] = {}
-        """By rank: the incarnation of a process, and the content of its heartbeat."""
-        self._unreached: network.NetworkError | None = None
-        """The error of the last search for an address; None: one was found."""
+    describe: Callable[[], dict[str, Any]]
+    """Says what this node's heartbeat says."""
+    lost: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]], init=False)
+    """Ranks that are lost, with the (incarnation, counter) of the last beat that was seen of each."""
+    _back_off: BackOff = field(default_factory=BackOff, init=False)
+    _known: dict[int, tuple[int, dict[str, Any]]] = field(
+        default_factory=dict[int, tuple[int, dict[str, Any]]], init=False
+    )
+    """By rank: the incarnation of a process, and the content of its heartbeat."""
+    _unreached: network.NetworkError | None = field(default=None, init=False)
+    """The error of the last search for an address; None: one was found."""
 
-    @property
-    def _cluster(self) -> ClusterSettings:
-        return self._identity.settings.cluster
+    def __post_init__(self) -> None:
+        self._failed_starts = FailedStarts(self.identity.run_dir)
 
     @property
     def _failure_policy(self) -> FailurePolicy:
@@ -69,34 +54,34 @@ class Gathering:
         A master that is in an epoch already takes that one for the lobby: its members beat in it. `prepare`
         is called meanwhile.
         """
-        lobby = self._watch.leave()
-        self._position.move(GATHERING)
+        lobby = self.watch.leave()
+        self.position.move(GATHERING)
         self._count_losses(lobby)
         if lobby is None:
             lobby = self.claim_next("lobby")
-            self._watch.heart.beat(lobby.epoch)
+            self.watch.heart.beat(lobby.epoch)
         prepare()
         members = self._wait_for_members(lobby.epoch)
         record = self._new_record(lobby.epoch + 1, "full", members)
-        if not claim(self._identity.run_dir, record):
-            raise self._phase_endings.superseded()
+        if not claim(self.identity.run_dir, record):
+            raise self.phase_endings.superseded()
         return record
 
     def _count_losses(self, record: EpochRecord | None) -> None:
         """Keep out for a while who is lost again and again, where the others go on without it."""
-        cluster, board = self._cluster, self._watch.board
+        cluster, board = self._cluster, self.watch.board
         for rank, member in record.members.items() if record and self._failure_policy.shrinks else ():
             if rank in self.lost or (rank and board.highest_incarnation(rank) > member.incarnation):
                 most_s = cluster.rejoin_timeout_s / 4
                 pause_s = self._back_off.lose(rank, time.monotonic(), cluster.node_timeout_s, most_s)
                 if pause_s > 0:
                     times = f"{self._back_off.losses(rank)} times before it finished an iteration"
-                    name = self._identity.run_dir.name(rank)
+                    name = self.identity.run_dir.name(rank)
                     log.warning("%s was lost %s: it is let in again after %.0f s", name, times, pause_s)
 
     def settle(self) -> None:
         """Take in that the members of this epoch have finished an iteration."""
-        self._back_off.settle(self._watch.record.members)
+        self._back_off.settle(self.watch.record.members)
 
     def claim_next(self, kind: Literal["lobby", "finished"]) -> EpochRecord:
         """Claim the first free number above all that the directory shows: the newest master wins. Raises
@@ -104,52 +89,52 @@ class Gathering:
         """
         until_s = time.monotonic() + CACHED_S
         while True:
-            self._phase_endings.check()
-            board = self._watch.look(own_too=True)
-            if board.highest_incarnation(MASTER) > self._watch.incarnation:
-                raise self._phase_endings.superseded()
-            number = max(board.newest_epoch(), self._identity.newest_epoch) + 1
+            self.phase_endings.check()
+            board = self.watch.look(own_too=True)
+            if board.highest_incarnation(MASTER) > self.watch.incarnation:
+                raise self.phase_endings.superseded()
+            number = max(board.newest_epoch(), self.identity.newest_epoch) + 1
             record = self._new_record(number, kind, {})
-            if claim(self._identity.run_dir, record):
+            if claim(self.identity.run_dir, record):
                 return record
             if time.monotonic() > until_s:
-                text = f"{self._identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
-                raise NodeEnded(Exit.FAILED, f"{text} has shown by whom; {self._messages.doctor_command()}")
+                text = f"{self.identity.root}: epoch {number} is taken, and for {CACHED_S:.0f} s no listing"
+                raise NodeEnded(Exit.FAILED, f"{text} has shown by whom; {self.messages.doctor_command()}")
             log.info("epoch %d is taken: looking again", number)
             time.sleep(self._cluster.poll_max_s)
 
     def finish(self) -> None:
         """Say that nothing is left to do: workers end with 0, also those that wait for a master."""
-        current = self._watch.current
+        current = self.watch.current
         if current is None:
             self.claim_next("finished")
         elif not claim(
-            self._identity.run_dir, self._new_record(current.epoch + 1, "finished", current.members)
+            self.identity.run_dir, self._new_record(current.epoch + 1, "finished", current.members)
         ):
-            raise self._phase_endings.superseded()
+            raise self.phase_endings.superseded()
 
     def returned(self) -> bool:
         """Return whether a rank that was left out (`shrink`) beats in this epoch: it is let in with a new
         one.
         """
-        record = self._watch.record
+        record = self.watch.record
         absent = set(range(self._cluster.num_nodes)) - set(record.members)
         if not absent:
             return False
-        board, now_s = self._watch.look(), time.monotonic()
+        board, now_s = self.watch.look(), time.monotonic()
         back = [rank for rank in absent if rank in board.beats and not self._back_off.is_out(rank, now_s)]
         return any(board.beats[rank].epoch >= record.epoch for rank in back)
 
     def _new_record(
         self, number: int, kind: Literal["lobby", "full", "finished"], members: dict[int, Member]
     ) -> EpochRecord:
-        me = self._identity
+        me = self.identity
         return EpochRecord(
             epoch=number,
             kind=kind,
             token=new_token(),
             run_id=me.run_id,
-            master_incarnation=self._watch.incarnation,
+            master_incarnation=self.watch.incarnation,
             master_host=me.host,
             settings=me.of_run.model_dump(mode="json"),
             given=GivenSettings(host=me.host, settings=dict(me.overrides))
@@ -171,18 +156,18 @@ class Gathering:
             return self._members(board, absent) if complete else None
 
         def check() -> None:
-            self._phase_endings.check()
-            self._phase_endings.check_still_master()
+            self.phase_endings.check()
+            self.phase_endings.check_still_master()
 
         def missing() -> str:
-            return f"{self._identity.run_dir.names(self._position.waiting_for)} to start"
+            return f"{self.identity.run_dir.names(self.position.waiting_for)} to start"
 
-        members = self._watch.wait(together, check, missing, cluster.rejoin_timeout_s)
+        members = self.watch.wait(together, check, missing, cluster.rejoin_timeout_s)
         if members is None and self._unreached is not None:
             raise self._unreached
         if members is None:
-            names = self._identity.run_dir.names(self._position.waiting_for)
-            commands = self._commands(self._position.waiting_for)
+            names = self.identity.run_dir.names(self.position.waiting_for)
+            commands = self._commands(self.position.waiting_for)
             text = (
                 f"{names} did not come within {cluster.rejoin_timeout_s:.0f} s. On that machine: {commands}"
             )
@@ -190,7 +175,7 @@ class Gathering:
         return members
 
     def _commands(self, ranks: Collection[int]) -> str:
-        return "; ".join(self._messages.node_command(rank) for rank in sorted(ranks))
+        return "; ".join(self.messages.node_command(rank) for rank in sorted(ranks))
 
     def _absent(self, board: Board, since: int) -> list[int]:
         """Return the ranks that do not beat in epoch `since` or later: only a process that saw it can.
@@ -200,7 +185,7 @@ class Gathering:
 
         def is_here(rank: int) -> bool:
             beat = board.beats.get(rank)
-            silent_s = self._watch.silence.silent_s.get(rank, 0.0)
+            silent_s = self.watch.silence.silent_s.get(rank, 0.0)
             if beat is None or silent_s >= self._cluster.node_timeout_s:
                 return False
             if self._back_off.is_out(rank, time.monotonic()):
@@ -208,25 +193,25 @@ class Gathering:
             return beat.epoch >= since and beat[2:] > self.lost.get(rank, (0, -1))
 
         absent = [rank for rank in range(1, self._cluster.num_nodes) if not is_here(rank)]
-        if unsaid := set(absent) - set(self._position.waiting_for):
+        if unsaid := set(absent) - set(self.position.waiting_for):
             log.info(
                 "waiting for %s; on that machine: %s",
-                self._identity.run_dir.names(unsaid),
+                self.identity.run_dir.names(unsaid),
                 self._commands(unsaid),
             )
-        self._position.wait_for(absent)
+        self.position.wait_for(absent)
         for flag in board.called(since, NOT_STARTED):
             if flag.rank in absent and (text := self._failed_starts.new(flag)):
-                log.error("%s. Then, on that machine: %s", text, self._messages.node_command(flag.rank))
+                log.error("%s. Then, on that machine: %s", text, self.messages.node_command(flag.rank))
         return absent
 
     def _members(self, board: Board, absent: Collection[int]) -> dict[int, Member] | None:
         """Return who takes part; None while a listed beat cannot be read: the next one has replaced it."""
-        me, cluster = self._identity, self._cluster
+        me, cluster = self.identity, self._cluster
         present = [rank for rank in range(1, cluster.num_nodes) if rank not in absent]
         contents = self._contents_of({rank: board.beats[rank] for rank in present})
         unread = [rank for rank in present if rank not in contents]
-        self._position.wait_for(unread)
+        self.position.wait_for(unread)
         if unread:
             return None
         me.peers = [network.Peer.from_dict(content["peer"]) for content in contents.values()]
@@ -239,17 +224,17 @@ class Gathering:
                 log.info("waiting for a network to the others: %s", error)
             self._unreached = error
             return None
-        contents[MASTER] = self._describe()
+        contents[MASTER] = self.describe()
         gpu_counts = {rank: content.get("gpu_count", 0) for rank, content in sorted(contents.items())}
         hosts = {rank: content["host"] for rank, content in contents.items()}
         trains = me.settings.rl_phase != "rollout"
         if text := gpu_shortfall(cluster, gpu_counts, hosts) or (
             trains and half_with_gpus(gpu_counts, hosts)
         ):
-            raise NodeEnded(Exit.FAILED, f"{text}. {self._messages.repair()}", "failed")
+            raise NodeEnded(Exit.FAILED, f"{text}. {self.messages.repair()}", "failed")
         return {
             rank: Member(
-                incarnation=board.beats[rank].incarnation if rank else self._watch.incarnation,
+                incarnation=board.beats[rank].incarnation if rank else self.watch.incarnation,
                 host=content["host"],
                 address=content["address"],
                 processes=content["processes"],
@@ -266,7 +251,7 @@ class Gathering:
         new = {
             rank: beats[rank] for rank, (number, before) in known.items() if not before or before[0] != number
         }
-        for rank, content in read_beats(self._identity.run_dir, new).items():
+        for rank, content in read_beats(self.identity.run_dir, new).items():
             if content:
                 self._known[rank] = (beats[rank].incarnation, content)
         return {

@@ -85,13 +85,9 @@ class Node:
             self.identity, self.position, self.watch, self.check, self.messages.missing,
             self.sweeper.sweep, start.left_behind,
         )  # fmt: skip
-        self.gathering = Gathering(
-            self.identity, self.position, self.watch, self.messages, self.phase_endings, self._describe
-        )
-        self.pending = Pending(self.identity, self.position, self.watch, self.messages, self.phase_endings)
-        self.outage = DirectoryOutage(
-            self.identity, self.position, self.watch, self.messages, self.phase_endings
-        )
+        waiting = (self.identity, self.position, self.watch, self.messages, self.phase_endings)
+        self.gathering = Gathering(*waiting, self._describe)
+        self.pending, self.outage = Pending(*waiting), DirectoryOutage(*waiting)
         self.other_crew = None if run_dir.crew == "main" else OtherCrew(self.identity)
         self.watch.hear_others = self._hear_other_crew
         self.watch.look_for_run = self.outage.look_for_run

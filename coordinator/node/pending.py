@@ -2,20 +2,18 @@
 
 import logging
 import time
+from dataclasses import dataclass, field
 
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
-from coordinator.node.identity import Identity
-from coordinator.node.messages import Messages
-from coordinator.node.phase_endings import CODES, MOVED, PhaseEndings
-from coordinator.node.position import GATHERING, Position
+from coordinator.node.node_wait import NodeWait
+from coordinator.node.phase_endings import CODES, MOVED
+from coordinator.node.position import GATHERING
 from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import Verdict
-from coordinator.protocol.watch import Watch
-from coordinator.settings.cluster import ClusterSettings
 from rollout.storage.retry import CACHED_S
 
 log = logging.getLogger(__name__)
@@ -24,34 +22,18 @@ CALLS = {event.name.lower(): event for event in CODES}
 """Calls of a master with which a run ends."""
 
 
-class Pending:
+@dataclass
+class Pending(NodeWait):
     """A node's wait for its master, before each epoch."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        position: Position,
-        watch: Watch,
-        messages: Messages,
-        phase_endings: PhaseEndings,
-    ) -> None:
-        self._identity = identity
-        self._position = position
-        self._watch = watch
-        self._messages = messages
-        self._phase_endings = phase_endings
-        self._is_unseen = False
-        """Whether it was said that the master does not see this node."""
-
-    @property
-    def _cluster(self) -> ClusterSettings:
-        return self._identity.settings.cluster
+    _is_unseen: bool = field(default=False, init=False)
+    """Whether it was said that the master does not see this node."""
 
     def find_address(self) -> None:
         """Find this node's address towards the master, which its first beat must say. Raises Ended, or
         NetworkError if no network leads there for cluster.rejoin_timeout_s.
         """
-        watch, me, check = self._watch, self._identity, self._phase_endings.check
+        watch, me, check = self.watch, self.identity, self.phase_endings.check
         # A listing may show what was there before for this long.
         patience_s = max(self._cluster.node_timeout_s, CACHED_S + 5.0)
         heartbeat = watch.wait(lambda _: watch.heartbeat(MASTER) or None, check, lambda: "rank 0", patience_s)
@@ -78,10 +60,10 @@ class Pending:
         """Beat in the newest epoch until a full record lists this incarnation; returns that record. No record
         lists a guest, which takes any.
         """
-        watch, rank = self._watch, self._identity.rank
+        watch, rank = self.watch, self.identity.rank
         watch.leave()
-        self._position.move("pending", waiting_for=[MASTER])
-        announced = self._identity.newest_epoch
+        self.position.move("pending", waiting_for=[MASTER])
+        announced = self.identity.newest_epoch
         watch.heart.beat(announced)
 
         def admitted(board: Board) -> EpochRecord | None:
@@ -95,7 +77,7 @@ class Pending:
                 watch.heart.beat(announced)
             member = newest.members.get(rank)
             is_member = member is not None and member.incarnation == watch.incarnation
-            return newest if newest.kind == "full" and (is_member or self._identity.is_guest) else None
+            return newest if newest.kind == "full" and (is_member or self.identity.is_guest) else None
 
         started_s = time.monotonic()
         asks_s = 0.0
@@ -103,19 +85,19 @@ class Pending:
         def check() -> None:
             """With `shrink` a master that lives lets this node in at its next iteration, however late."""
             nonlocal asks_s
-            self._phase_endings.check()
+            self.phase_endings.check()
             waited_s = time.monotonic() - started_s
             if waited_s >= asks_s:  # a newer process may have left: then no record ever lists it
                 asks_s = waited_s + self._cluster.node_timeout_s
                 if watch.heart.is_replaced():
-                    raise self._phase_endings.superseded()
+                    raise self.phase_endings.superseded()
                 if waited_s >= self._cluster.node_timeout_s and not self._is_unseen:
                     self._say_if_unseen()
             silent_s = watch.silence.silent_s.get(MASTER, 0.0)
             waited_s = failure_policy(self._cluster.on_node_failure).left_out_s(waited_s, silent_s)
-            waited_s = silent_s if self._identity.is_guest else waited_s
+            waited_s = silent_s if self.identity.is_guest else waited_s
             if waited_s > self._cluster.rejoin_timeout_s:
-                me = self._identity.name
+                me = self.identity.name
                 text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"
                 raise NodeEnded(Exit.LOST, text)
 
@@ -125,19 +107,19 @@ class Pending:
 
     def _say_if_unseen(self) -> None:
         """Say once that the master, which gathers and is seen here, does not see this node."""
-        heartbeat, limit_s = self._watch.heartbeat(MASTER), self._cluster.node_timeout_s
+        heartbeat, limit_s = self.watch.heartbeat(MASTER), self._cluster.node_timeout_s
         gathers = heartbeat.get("state") == GATHERING and heartbeat["row_s"] >= limit_s
-        is_there = self._watch.silence.silent_s.get(MASTER, 0.0) < limit_s
-        silent_s = heartbeat.get("silent_s", {}).get(str(self._identity.rank), limit_s)
+        is_there = self.watch.silence.silent_s.get(MASTER, 0.0) < limit_s
+        silent_s = heartbeat.get("silent_s", {}).get(str(self.identity.rank), limit_s)
         if gathers and is_there and silent_s >= limit_s:
             self._is_unseen = True
-            log.error("%s", self._messages.unseen(heartbeat["host"], limit_s))
+            log.error("%s", self.messages.unseen(heartbeat["host"], limit_s))
 
     def _check_pending(self, board: Board, newest: EpochRecord) -> None:
         """Raise what the newest epoch has already come to, if anything."""
-        member = newest.members.get(self._identity.rank)
-        if member is not None and member.incarnation > self._watch.incarnation:
-            raise self._phase_endings.superseded()
+        member = newest.members.get(self.identity.rank)
+        if member is not None and member.incarnation > self.watch.incarnation:
+            raise self.phase_endings.superseded()
         if newest.kind == "finished":
             raise NodeEnded(Exit.DONE, "the run is finished")
         if newest.kind == "moved":
@@ -145,4 +127,4 @@ class Pending:
         for kind, event in CALLS.items():
             for flag in board.called(newest.epoch, kind):
                 if flag.rank == MASTER:
-                    raise self._phase_endings.ending_of(Verdict(event, MASTER, flag))
+                    raise self.phase_endings.ending_of(Verdict(event, MASTER, flag))

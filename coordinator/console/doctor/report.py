@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from coordinator.console.doctor.checks import Check, failed
@@ -44,9 +43,7 @@ class Report:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
 

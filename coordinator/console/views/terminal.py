@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
@@ -131,9 +130,7 @@ class LiveView:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def say(self, text: str) -> None:

@@ -25,15 +25,11 @@ from coordinator.start.last_settings import changes
 from coordinator.start.log_path import check_log_path
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens
-from coordinator.start.refusals_of_tasks import (
-    look_at_text,
-    refuse_no_evaluation,
-    refuse_unrendered,
-    without_longer,
-)
+from coordinator.start.refusals_of_tasks import refuse_no_evaluation, refuse_unrendered
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import fixed_by, has_run, read_run_json, refuse_changes
 from coordinator.start.start import last_start, resume_given
+from coordinator.start.texts_of_tasks import look_at_text, without_longer
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.kinds.choice import any_kind
@@ -83,36 +79,35 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     """As check_named. Raises SettingsError, RowError, TaskError, ServerSettingError or WeightsError."""
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
-    named = None
+    functions, tasks, model = None, None, None
     for source in fetched:
         hub_parts(source)
     if fetched:
         _load_local(settings)
     else:
-        named = load_named(settings, overrides)
-    model, tasks = None, named[1:] if named else None
+        functions, tasks = load_named(settings, overrides)
     places = [Path(settings.model), Path(settings.data_path or ".", settings.model)]
     if is_path(settings.model) or any(map(is_directory, places)):
         model = base_model_dir(settings, RunDir(Path()))
     elif settings.model != TINY:
         refuse_no_name(settings.model)
         fetched.append(settings.model)
-    if named:
-        refuse_no_evaluation(settings, overrides, bool(named.eval_tasks or named.eval_sets))
-        unnamed = named.eval_tasks if settings.eval_tasks else None
-        refuse_training_tasks(named.tasks, unnamed, named.eval_sets)
+    if tasks:
+        training, evaluation, sets = tasks
+        refuse_no_evaluation(settings, overrides, bool(evaluation or sets))
+        refuse_training_tasks(training, evaluation if settings.eval_tasks else None, sets)
         for text in odd_settings(settings, overrides):
             log.warning("%s", text)
     if model is not None:
         refuse_incomplete(settings, model)
-        tasks = tasks and without_longer(settings, model, *tasks)
-    if model is not None and tasks and named:
-        refuse_unrendered(settings, model, *tasks)
+        tasks = tasks and without_longer(settings, model, tasks)
+    if model is not None and tasks and functions:
+        refuse_unrendered(settings, model, tasks)
         if settings.rl_phase != "update":
-            code = [text for _file, text in named.functions.sources.values()]
-            look_at_text(settings, model, *tasks, engine_of(settings, MASTER), code)
+            code = [text for _file, text in functions.sources.values()]
+            look_at_text(settings, model, tasks, engine_of(settings, MASTER), code)
     if root is not None and has_run(root):
-        _refuse_changes(root, settings, model, None if fetched or not tasks else tasks[0])
+        _refuse_changes(root, settings, model, None if fetched or not tasks else tasks.training)
     if settings.model == TINY or model:
         context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
         fit_max_tokens(settings, overrides, context)

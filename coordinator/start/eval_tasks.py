@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.user_functions import Functions, load_functions
@@ -40,6 +41,15 @@ class EvalSet:
 
 
 EvalSets = Mapping[str, EvalSet]
+
+
+class RunTasks(NamedTuple):
+    """All tasks of a run, loaded."""
+
+    training: TaskSet
+    evaluation: TaskSet | None = None
+    """The tasks of --eval-tasks."""
+    sets: EvalSets = MappingProxyType({})
 
 
 def load_eval_tasks(settings: RunSettings) -> TaskSet | None:

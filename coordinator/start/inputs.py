@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
@@ -16,7 +16,8 @@ from coordinator.machine.interpreter import lacks_flagpost
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks
-from coordinator.start.eval_tasks import EvalSets, find_data, load_eval_sets, load_eval_tasks
+from coordinator.start.eval_tasks import EvalSets, RunTasks, find_data, load_eval_sets, load_eval_tasks
+from coordinator.start.texts_of_tasks import without_longer
 from coordinator.start.user_functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.kinds.choice import any_kind, engine_kind
@@ -37,6 +38,10 @@ from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import TaskError, TaskSet, load_tasks
 from trainer.memory import Shape
 
+CHECKS: dict[str, Callable[[TaskSet], None]] = {
+    "demonstration": check_demonstrations, "preference": check_preferences, "labelled": check_labels
+}  # fmt: skip
+"""What the environments whose answers are written need of the training tasks."""
 NODE_LOCAL = {*marked(RunSettings, Mark.PER_MACHINE)}
 """Settings about one machine."""
 TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
@@ -44,15 +49,6 @@ TINY_PARAMETERS, TINY_CONTEXT = 341_120, 1024
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 STATE_BYTES = 12
 """Bytes that a state has of each trained parameter: its weight in float32, and two moments."""
-
-
-class NamedInputs(NamedTuple):
-    """The functions and tasks that the settings name, loaded."""
-
-    functions: Functions
-    tasks: TaskSet
-    eval_tasks: TaskSet | None
-    eval_sets: EvalSets
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,9 @@ class Inputs:
         if any(own_codes.get(name) != master_codes.get(name) for name in names):
             eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
             if rollout.max_prompt_tokens is not None:
-                _, eval_tasks, eval_sets = refusals_of_tasks.without_longer(
-                    settings, base_model_dir(settings, RunDir(Path())), self.tasks, eval_tasks, eval_sets
-                )
+                model = base_model_dir(settings, RunDir(Path()))
+                tasks = RunTasks(self.tasks, eval_tasks, eval_sets)
+                _, eval_tasks, eval_sets = without_longer(settings, model, tasks)
             now = replace(now, eval_tasks=eval_tasks, eval_sets=eval_sets)
         return now
 
@@ -171,10 +167,9 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
     try:
         if settings.rl_phase != "update":
             engine.check()
-        named = load_named(settings, overrides)
-        tasks, eval_tasks, eval_sets = named.tasks, named.eval_tasks, named.eval_sets
+        functions, tasks = load_named(settings, overrides)
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))
-        refusals_of_tasks.refuse_pictures(settings, engine, model, tasks, eval_tasks, eval_sets)
+        refusals_of_tasks.refuse_pictures(settings, engine, model, tasks)
         refusals_of_models.refuse_unrecorded(settings, engine, model)
         base_files: dict[str, FileFacts] = {}
         model_digest, parameters, context, has_end = "", TINY_PARAMETERS, TINY_CONTEXT, True
@@ -193,20 +188,18 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
                     f"--model {settings.model}: is an adapter; merge it into its base model first "
                     "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
                 )
-            refusals_of_tasks.refuse_unrendered(settings, model, tasks, eval_tasks, eval_sets)
-            tasks, eval_tasks, eval_sets = refusals_of_tasks.without_longer(
-                settings, model, tasks, eval_tasks, eval_sets
-            )
+            refusals_of_tasks.refuse_unrendered(settings, model, tasks)
+            tasks = without_longer(settings, model, tasks)
             context = any_kind(settings.engine).context(model)
             has_end = refusals_of_models.has_end(settings, read_special_tokens(model))
             base_files = known_files.checksums(model, model_files(model))
             model_digest = policy_digest(base_files)
         return Inputs(
             local={key: value for key, value in overrides.items() if key in NODE_LOCAL},
-            tasks=tasks,
-            eval_tasks=eval_tasks,
-            eval_sets=eval_sets,
-            functions=named.functions,
+            tasks=tasks.training,
+            eval_tasks=tasks.evaluation,
+            eval_sets=tasks.sets,
+            functions=functions,
             model_digest=model_digest,
             model_files=base_files,
             loaded_for=settings,
@@ -229,25 +222,21 @@ def refuse_absent_directories(settings: RunSettings) -> None:
             raise SettingsError(f"{option}{path}: no such directory")
 
 
-def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> NamedInputs:
+def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> tuple[Functions, RunTasks]:
     """Load what the settings name of functions and tasks. Raises SettingsError or TaskError for what is not
     there, and for tasks that cannot work with the others.
     """
     functions = load_functions(settings.rollout.reward, settings.rollout.environment)
-    tasks = load_training_tasks(settings)
-    check_sampling(tasks, settings.rollout)
-    if settings.rollout.environment == "demonstration":
-        check_demonstrations(tasks)
-    if settings.rollout.environment == "preference":
-        check_preferences(tasks)
-    if settings.rollout.environment == "labelled":
-        check_labels(tasks)
-    eval_tasks, eval_sets = load_eval_tasks(settings), load_eval_sets(settings)
-    refusals_of_tasks.refuse_unplayed(settings, tasks, eval_tasks, eval_sets)
-    refusals_of_tasks.refuse_unscored(settings, tasks, eval_tasks, eval_sets)
-    refusals_of_tasks.refuse_unhinted(settings, tasks)
-    refusals_of_tasks.refuse_unknown_sources(settings, tasks)
-    return NamedInputs(functions, tasks, eval_tasks, eval_sets)
+    training = load_training_tasks(settings)
+    check_sampling(training, settings.rollout)
+    if (check := CHECKS.get(settings.rollout.environment)) is not None:
+        check(training)
+    tasks = RunTasks(training, load_eval_tasks(settings), load_eval_sets(settings))
+    refusals_of_tasks.refuse_unplayed(settings, tasks)
+    refusals_of_tasks.refuse_unscored(settings, tasks)
+    refusals_of_tasks.refuse_unhinted(settings, training)
+    refusals_of_tasks.refuse_unknown_sources(settings, training)
+    return functions, tasks
 
 
 def load_training_tasks(settings: RunSettings) -> TaskSet:

@@ -5,16 +5,12 @@ What may work passes: an environment of the user's may score and render by itsel
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.eval_tasks import SECTION, EvalSets, with_columns_of
-from coordinator.start.refusals_of_models import room_at_teacher
-from rollout.engines.answers import EngineError
-from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
+from coordinator.start.eval_tasks import SECTION, RunTasks, with_columns_of
 from rollout.engines.embedded.try_pictures import why_no_pictures
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
@@ -22,14 +18,10 @@ from rollout.engines.kinds.kind import EngineKind
 from rollout.engines.model_facts import has_processor, may_have_chat_template, takes_pictures
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
-from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
-from rollout.origin import Sampling
 from rollout.pictures import pictures_in
 from rollout.rewards.resolve import check_task
 from rollout.settings import WRITTEN
-from rollout.tasks.sampling import check_sampling
 from rollout.tasks.task_set import SHAPES, Task, TaskError, TaskSet
-from rollout.tasks.verifiers import SOURCE as VERIFIERS
 
 log = logging.getLogger(__name__)
 
@@ -59,33 +51,26 @@ class PlayedTasks(NamedTuple):
         return f"{self.section}.{name}" if self.section else f"--{name}"
 
 
-def _played(
-    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> list[PlayedTasks]:
+def played_tasks(settings: RunSettings, tasks: RunTasks) -> list[PlayedTasks]:
     """Return the task sets of which the run makes samples."""
     played: list[PlayedTasks] = []
     environment, reward = settings.rollout.environment, settings.rollout.reward
     if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
-        played.append(PlayedTasks(tasks, environment, reward))
-    if evaluates(settings) and eval_tasks is not None:
+        played.append(PlayedTasks(tasks.training, environment, reward))
+    if evaluates(settings) and tasks.evaluation is not None:
         answered = "single_turn" if environment in WRITTEN else environment
-        played.append(PlayedTasks(eval_tasks, answered, reward, columns_section="eval"))
+        played.append(PlayedTasks(tasks.evaluation, answered, reward, columns_section="eval"))
     if evaluates(settings):
         for name, eval_set in settings.eval_sets.items():
-            section = f"{SECTION}{name}"
-            played.append(
-                PlayedTasks(
-                    sets[name].tasks, str(eval_set.environment), str(eval_set.reward), section, section
-                )
-            )
+            section, those = f"{SECTION}{name}", tasks.sets[name].tasks
+            functions = str(eval_set.environment), str(eval_set.reward)
+            played.append(PlayedTasks(those, *functions, section, section))
     return played
 
 
-def refuse_unscored(
-    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> None:
+def refuse_unscored(settings: RunSettings, tasks: RunTasks) -> None:
     """Raise SettingsError for the first task that the built-in reward cannot score."""
-    for played in _played(settings, tasks, eval_tasks, sets):
+    for played in played_tasks(settings, tasks):
         if played.environment in WRITTEN or played.environment not in BUILT_IN:
             continue  # it gives the rewards itself, or may do so
         for index, task in enumerate(played.tasks.tasks):
@@ -108,7 +93,7 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
     if teacher is None or not played or (teacher.field == FEEDBACK and environment not in BUILT_IN):
         return
     for index, task in enumerate(tasks.tasks):
-        if _has_own_teacher(settings, task):
+        if has_own_teacher(settings, task):
             continue
         try:
             teacher.hinted(task)
@@ -116,15 +101,9 @@ def refuse_unhinted(settings: RunSettings, tasks: TaskSet) -> None:
             raise SettingsError(f"{tasks.place(index)}: {error}; add it, or name another field") from None
 
 
-def _has_own_teacher(settings: RunSettings, task: Task) -> bool:
+def has_own_teacher(settings: RunSettings, task: Task) -> bool:
     """Return whether a task is of a source that rollout.teachers names."""
     return str(task.get(settings.rollout.ratio_field)) in settings.rollout.teachers
-
-
-def _without_own_teacher(settings: RunSettings, tasks: TaskSet) -> TaskSet:
-    if not settings.rollout.teachers:
-        return tasks
-    return tasks.without([n for n, task in enumerate(tasks.tasks) if _has_own_teacher(settings, task)])
 
 
 def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
@@ -146,11 +125,9 @@ def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
             )
 
 
-def refuse_unplayed(
-    settings: RunSettings, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> None:
+def refuse_unplayed(settings: RunSettings, tasks: RunTasks) -> None:
     """Raise SettingsError for the first task that an environment from elsewhere says is not its own."""
-    for played in _played(settings, tasks, eval_tasks, sets):
+    for played in played_tasks(settings, tasks):
         for index, task in enumerate(played.tasks.tasks):
             try:
                 check_played(played.environment, task)
@@ -161,13 +138,11 @@ def refuse_unplayed(
                 ) from None
 
 
-def refuse_unrendered(
-    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> None:
+def refuse_unrendered(settings: RunSettings, model_dir: Path, tasks: RunTasks) -> None:
     """Raise SettingsError for a task with messages if the model certainly has no chat template."""
     if any_kind(settings.engine).has_other_template or may_have_chat_template(model_dir):
         return
-    for played in _played(settings, tasks, eval_tasks, sets):
+    for played in played_tasks(settings, tasks):
         those = played.tasks
         index = next((n for n, task in enumerate(those.tasks) if "messages" in task), None)
         if played.environment in BUILT_IN and index is not None:
@@ -179,17 +154,12 @@ def refuse_unrendered(
 
 
 def refuse_pictures(
-    settings: RunSettings,
-    engine: EngineKind,
-    model_dir: Path | None,
-    tasks: TaskSet,
-    eval_tasks: TaskSet | None,
-    sets: EvalSets,
+    settings: RunSettings, engine: EngineKind, model_dir: Path | None, tasks: RunTasks
 ) -> None:
     """Raise SettingsError if a task shows a picture and something that it would meet does not know pictures.
     `model_dir`: None for builtin:tiny.
     """
-    shown = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks.pictures]
+    shown = [each for each in played_tasks(settings, tasks) if each.tasks.pictures]
     if not shown:
         return
     takes = settings.tasks == SHAPES if model_dir is None else takes_pictures(model_dir)
@@ -227,121 +197,6 @@ def refuse_pictures(
 def _first_with_picture(tasks: TaskSet) -> str:
     index = next(n for n, task in enumerate(tasks.tasks) if pictures_in(task.get("messages")))
     return tasks.place(index)
-
-
-def _sampling(settings: RunSettings) -> Sampling:
-    """Return the Sampling that decides which tokens a task becomes."""
-    rollout = settings.rollout
-    return Sampling(
-        chat_template=rollout.chat_template, tool_parser=rollout.tool_parser, stop=tuple(rollout.stop)
-    )
-
-
-def without_longer(
-    settings: RunSettings, model_dir: Path, tasks: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets
-) -> tuple[TaskSet, TaskSet | None, EvalSets]:
-    """Return all tasks without those whose prompts are longer than `rollout.max_prompt_tokens`, and say so.
-    SettingsError if none of a set is left.
-    """
-    rollout = settings.rollout
-    if rollout.max_prompt_tokens is None:
-        return tasks, eval_tasks, sets
-    trained = PlayedTasks(tasks, rollout.environment, rollout.reward)
-    evaluated = [each for each in _played(settings, tasks, eval_tasks, sets) if each.tasks is not tasks]
-    try:
-        shorter = {
-            id(played.tasks): _without_longer(settings, model_dir, played, rollout.max_prompt_tokens)
-            for played in (trained, *evaluated)
-        }
-    except EngineError as error:
-        raise SettingsError(f"--model {settings.model}: {error}") from None
-    except TaskError as error:
-        raise SettingsError(str(error)) from None
-    finally:
-        close_tokenizer()
-    check_sampling(shorter[id(tasks)], rollout)
-    sets = {name: replace(each, tasks=shorter.get(id(each.tasks), each.tasks)) for name, each in sets.items()}
-    return shorter[id(tasks)], eval_tasks and shorter.get(id(eval_tasks), eval_tasks), sets
-
-
-def _without_longer(settings: RunSettings, model_dir: Path, played: PlayedTasks, longest: int) -> TaskSet:
-    tasks, sampling = played.tasks, _sampling(settings)
-    tokenizer = LocalTokenizer(model_dir)
-    lengths = longer_prompts(tasks, played.environment, model_dir, sampling, tokenizer, longest)
-    if not lengths:
-        return tasks
-    if len(lengths) == len(tasks.tasks):
-        if not played.columns_section and settings.rollout_split == "eval-only":
-            return tasks  # nothing is made of them
-        option = f"{played.section}.tasks=" if played.section else "--tasks "
-        option = "--eval-tasks " if played.columns_section == "eval" else option
-        raise SettingsError(
-            f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of {option}{tasks.source} "
-            f"are longer, the shortest has {min(lengths.values())} tokens; give more"
-        )
-    first, count = next(iter(lengths.items()))
-    log.warning(
-        "rollout.max_prompt_tokens=%d: %d of %d tasks have longer prompts and are left out, e.g. %s "
-        "(%d tokens)",
-        *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
-    )
-    return tasks.without(lengths)
-
-
-def look_at_text(
-    settings: RunSettings,
-    model_dir: Path,
-    tasks: TaskSet,
-    eval_tasks: TaskSet | None,
-    sets: EvalSets,
-    engine: EngineKind,
-    code: Iterable[str] = (),
-) -> None:
-    """Warn of tasks whose tokens hardly anybody means, and of tools that an environment may give to a model
-    that cannot have them. SettingsError for a task that the model cannot take, and for a model without a
-    tokenizer. `code`: texts of the user's modules.
-    """
-    has_other_template = any_kind(settings.engine).has_other_template
-    sampling = _sampling(settings)
-    teacher, self_teacher = room_at_teacher(settings, model_dir), SelfTeacher.from_settings(settings.rollout)
-    context = any_kind(settings.engine).context(model_dir)
-    try:
-        for played in _played(settings, tasks, eval_tasks, sets):
-            is_written = played.environment in WRITTEN
-            longest = dict(teacher) if played.tasks is tasks else {}
-            if context is not None and not is_written:
-                longest[f"--model {settings.model}"] = context
-            if is_written or (played.environment in BUILT_IN and not has_other_template):
-                tokenizer = LocalTokenizer(model_dir)
-                for text in try_tasks(
-                    played.tasks, played.environment, model_dir, sampling, tokenizer, longest
-                ):
-                    log.warning("%s", text)
-                if self_teacher is not None and played.tasks is tasks and context is not None:
-                    room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
-                    hinted = self_teacher.hinted_set(_without_own_teacher(settings, tasks))
-                    try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
-            elif not has_other_template and (
-                played.environment.startswith(VERIFIERS) or any("tools" in text for text in code)
-            ):
-                reason = why_no_tools(sampling, LocalTokenizer(model_dir))
-                name = f"{played.option('environment')} {played.environment}"
-                if reason:
-                    log.warning("%s: a group with tools will be given up: %s", name, reason)
-    except TaskError as error:
-        raise SettingsError(str(error)) from None
-    except NoTokenizer as error:
-        if settings.rollout.environment in WRITTEN or engine.uses_transformers:
-            raise SettingsError(
-                f"--model {settings.model}: transformers cannot load its tokenizer ({error}); give it a "
-                "tokenizer.json (its save_pretrained writes one, where it can be loaded)"
-            ) from None
-    except EngineError as error:
-        if settings.rollout.environment in WRITTEN:
-            raise SettingsError(f"--model {settings.model}: {error}") from None
-    finally:
-        if settings.rollout.environment not in WRITTEN:
-            close_tokenizer()
 
 
 def refuse_no_evaluation(settings: RunSettings, overrides: Mapping[str, Any], has_tasks: bool) -> None:

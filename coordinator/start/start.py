@@ -24,7 +24,7 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
-from coordinator.start.eval_tasks import refuse_training_tasks
+from coordinator.start.eval_tasks import RunTasks, refuse_training_tasks
 from coordinator.start.inputs import (
     NODE_LOCAL,
     Inputs,
@@ -37,7 +37,7 @@ from coordinator.start.last_settings import SettingChange, changes, with_kept
 from coordinator.start.log_path import check_log_path, refuse_kernel
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
-from coordinator.start.refusals_of_tasks import look_at_text, refuse_no_evaluation
+from coordinator.start.refusals_of_tasks import refuse_no_evaluation
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import (
     fixed_of,
@@ -47,6 +47,7 @@ from coordinator.start.run_json import (
     refuse_changes,
     with_save_interval,
 )
+from coordinator.start.texts_of_tasks import look_at_text
 from coordinator.start.wait_for_master import await_master
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.environment_variables import is_utf8
@@ -138,7 +139,8 @@ def check_master(request: StartRequest) -> CheckedStart:
         if settings.rl_phase != "update":
             engine = engine_of(settings, MASTER)
             code = [text for _file, text in inputs.functions.sources.values()]
-            look_at_text(settings, model, inputs.tasks, inputs.eval_tasks, inputs.eval_sets, engine, code)
+            tasks = RunTasks(inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
+            look_at_text(settings, model, tasks, engine, code)
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
     refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)

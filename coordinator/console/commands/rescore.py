@@ -23,6 +23,7 @@ from coordinator.keeping import resume
 from coordinator.settings import loading
 from coordinator.settings.number_ranges import iterations_text, listed
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import RunTasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals_of_tasks import refuse_unscored
 from coordinator.start.run_json import find_run, fixed_of, refuse_changes
@@ -84,7 +85,7 @@ class Rescorer:
         replaced = {REWARD: reward, "cluster.place": (), "rollout_split": None, "eval.interval": 0}
         inputs = load_inputs(loading.overlay(settings, {**replaced, "rl_phase": "update"}), {})
         refuse_changes(run, fixed_of(settings, inputs))
-        refuse_unscored(loading.overlay(settings, {**replaced, "rl_phase": "both"}), inputs.tasks, None, {})
+        refuse_unscored(loading.overlay(settings, {**replaced, "rl_phase": "both"}), RunTasks(inputs.tasks))
         self._tasks: Sequence[Task] = inputs.tasks.tasks
         self._settings = settings.rollout
         self._reward = resolve_reward(reward)

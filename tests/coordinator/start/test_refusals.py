@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 from coordinator.console.commands.evaluate import as_typed
 from coordinator.settings import loading
 from coordinator.settings.tree import SettingsError
-from coordinator.start import refusals_of_models, refusals_of_tasks
+from coordinator.start import refusals_of_models, refusals_of_tasks, texts_of_tasks
 from coordinator.start.dry_run import check_named
+from coordinator.start.eval_tasks import RunTasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.log_path import check_log_path
 from coordinator.start.request import StartRequest
@@ -502,10 +503,10 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
     with pytest.raises(
         SettingsError, match=r"transformers cannot load its tokenizer \(\w+: .*; give it a"
     ) as refused:
-        refusals_of_tasks.look_at_text(settings, model, loaded, None, {}, Embedded(settings.engine, 0))
+        texts_of_tasks.look_at_text(settings, model, RunTasks(loaded), Embedded(settings.engine, 0))
     assert "\n" not in str(refused.value)
-    refusals_of_tasks.look_at_text(
-        settings, model, loaded, None, {}, Vllm(settings.engine, 0)
+    texts_of_tasks.look_at_text(
+        settings, model, RunTasks(loaded), Vllm(settings.engine, 0)
     )  # which may know another one
 
 
@@ -521,7 +522,7 @@ def test_environment_that_may_give_tools_to_a_model_that_cannot_have_them_is_sai
     given = {"model": str(model_of(tmp_path / "model")), "tasks": tasks, "rollout.environment": environment}
     settings, loaded = loading.build(given), load_tasks(tasks, seed=0, split="train")
     engine = Embedded(settings.engine, 0)
-    refusals_of_tasks.look_at_text(settings, Path(settings.model), loaded, None, {}, engine, [code])
+    texts_of_tasks.look_at_text(settings, Path(settings.model), RunTasks(loaded), engine, [code])
     assert (f"--environment {environment}: a group with tools will be given up: " in caplog.text) == is_said
 
 
@@ -532,8 +533,8 @@ def looked_at(tmp_path: Path, served: Served, given: dict[str, Any], letters: in
     settings = loading.build({"model": str(model_of(tmp_path / "model")), "tasks": tasks, **url, **given})
     loaded = load_tasks(tasks, seed=0, split="train")
     with pytest.raises(SettingsError) as refused:
-        refusals_of_tasks.look_at_text(
-            settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0)
+        texts_of_tasks.look_at_text(
+            settings, Path(settings.model), RunTasks(loaded), Embedded(settings.engine, 0)
         )
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -604,8 +605,8 @@ def test_prompt_that_the_hint_makes_too_long_is_refused(tmp_path: Path) -> None:
     loaded = load_tasks(tasks, seed=0, split="train")
     text = r"219 tokens or more, and rollout.teacher=self:answer \(with the hint\) has room for 200"
     with pytest.raises(SettingsError, match=text):
-        refusals_of_tasks.look_at_text(
-            settings, Path(settings.model), loaded, None, {}, Embedded(settings.engine, 0)
+        texts_of_tasks.look_at_text(
+            settings, Path(settings.model), RunTasks(loaded), Embedded(settings.engine, 0)
         )
 
 
@@ -655,7 +656,7 @@ def test_what_takes_no_pictures_yet_is_refused(
 def test_model_that_sees_may_have_tasks_without_pictures(tmp_path: Path) -> None:
     model, settings = write_model(tmp_path / "model", LLAVA), loading.build({"model": "here"})
     tasks = load_tasks("builtin:arithmetic", seed=0, split="train")
-    refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, tasks, None, {})
+    refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), model, RunTasks(tasks))
 
 
 def test_adapters_in_what_looks_at_pictures_are_not_for_vllm_where_it_answers(
@@ -669,7 +670,7 @@ def test_adapters_in_what_looks_at_pictures_are_not_for_vllm_where_it_answers(
     for more, is_refused in ((moving, True), ({}, False), ({**moving, **written}, False)):
         settings = loading.build({**given, **more})
         with pytest.raises(SettingsError, match=r"lora\.rank=4 with") if is_refused else nullcontext():
-            refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), None, tasks, None, {})
+            refusals_of_tasks.refuse_pictures(settings, Vllm(EngineSettings(), 0), None, RunTasks(tasks))
 
 
 def test_start_warns_of_a_judge_that_would_score_nothing(

@@ -1,0 +1,143 @@
+"""Look at the tokens that tasks become, before the start: what is too long, what hardly anybody means."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.eval_tasks import RunTasks
+from coordinator.start.refusals_of_models import room_at_teacher
+from coordinator.start.refusals_of_tasks import PlayedTasks, has_own_teacher, played_tasks
+from rollout.engines.answers import EngineError
+from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer, close_tokenizer
+from rollout.engines.kinds.choice import any_kind
+from rollout.engines.kinds.kind import EngineKind
+from rollout.environments.environment import BUILT_IN
+from rollout.environments.self_teacher import SelfTeacher
+from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
+from rollout.origin import Sampling
+from rollout.settings import WRITTEN
+from rollout.tasks.sampling import check_sampling
+from rollout.tasks.task_set import TaskError, TaskSet
+from rollout.tasks.verifiers import SOURCE as VERIFIERS
+
+log = logging.getLogger(__name__)
+
+
+def _sampling(settings: RunSettings) -> Sampling:
+    """Return the Sampling that decides which tokens a task becomes."""
+    rollout = settings.rollout
+    return Sampling(
+        chat_template=rollout.chat_template, tool_parser=rollout.tool_parser, stop=tuple(rollout.stop)
+    )
+
+
+def without_longer(settings: RunSettings, model_dir: Path, tasks: RunTasks) -> RunTasks:
+    """Return all tasks without those whose prompts are longer than `rollout.max_prompt_tokens`, and say so.
+    SettingsError if none of a set is left.
+    """
+    rollout = settings.rollout
+    if rollout.max_prompt_tokens is None:
+        return tasks
+    training, evaluation, sets = tasks
+    trained = PlayedTasks(training, rollout.environment, rollout.reward)
+    evaluated = [each for each in played_tasks(settings, tasks) if each.tasks is not training]
+    try:
+        shorter = {
+            id(played.tasks): _without_longer(settings, model_dir, played, rollout.max_prompt_tokens)
+            for played in (trained, *evaluated)
+        }
+    except EngineError as error:
+        raise SettingsError(f"--model {settings.model}: {error}") from None
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    finally:
+        close_tokenizer()
+    check_sampling(shorter[id(training)], rollout)
+    sets = {name: replace(each, tasks=shorter.get(id(each.tasks), each.tasks)) for name, each in sets.items()}
+    return RunTasks(shorter[id(training)], evaluation and shorter.get(id(evaluation), evaluation), sets)
+
+
+def _without_longer(settings: RunSettings, model_dir: Path, played: PlayedTasks, longest: int) -> TaskSet:
+    tasks, sampling = played.tasks, _sampling(settings)
+    tokenizer = LocalTokenizer(model_dir)
+    lengths = longer_prompts(tasks, played.environment, model_dir, sampling, tokenizer, longest)
+    if not lengths:
+        return tasks
+    if len(lengths) == len(tasks.tasks):
+        if not played.columns_section and settings.rollout_split == "eval-only":
+            return tasks  # nothing is made of them
+        option = f"{played.section}.tasks=" if played.section else "--tasks "
+        option = "--eval-tasks " if played.columns_section == "eval" else option
+        raise SettingsError(
+            f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of {option}{tasks.source} "
+            f"are longer, the shortest has {min(lengths.values())} tokens; give more"
+        )
+    first, count = next(iter(lengths.items()))
+    log.warning(
+        "rollout.max_prompt_tokens=%d: %d of %d tasks have longer prompts and are left out, e.g. %s "
+        "(%d tokens)",
+        *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
+    )
+    return tasks.without(lengths)
+
+
+def look_at_text(
+    settings: RunSettings,
+    model_dir: Path,
+    tasks: RunTasks,
+    engine: EngineKind,
+    code: Iterable[str] = (),
+) -> None:
+    """Warn of tasks whose tokens hardly anybody means, and of tools that an environment may give to a model
+    that cannot have them. SettingsError for a task that the model cannot take, and for a model without a
+    tokenizer. `code`: texts of the user's modules.
+    """
+    has_other_template = any_kind(settings.engine).has_other_template
+    sampling = _sampling(settings)
+    teacher, self_teacher = room_at_teacher(settings, model_dir), SelfTeacher.from_settings(settings.rollout)
+    context = any_kind(settings.engine).context(model_dir)
+    try:
+        for played in played_tasks(settings, tasks):
+            is_written = played.environment in WRITTEN
+            longest = dict(teacher) if played.tasks is tasks.training else {}
+            if context is not None and not is_written:
+                longest[f"--model {settings.model}"] = context
+            if is_written or (played.environment in BUILT_IN and not has_other_template):
+                tokenizer = LocalTokenizer(model_dir)
+                for text in try_tasks(
+                    played.tasks, played.environment, model_dir, sampling, tokenizer, longest
+                ):
+                    log.warning("%s", text)
+                if self_teacher is not None and played.tasks is tasks.training and context is not None:
+                    room = {f"rollout.teacher={settings.rollout.teacher} (with the hint)": context}
+                    hinted = self_teacher.hinted_set(_without_own_teacher(settings, tasks.training))
+                    try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
+            elif not has_other_template and (
+                played.environment.startswith(VERIFIERS) or any("tools" in text for text in code)
+            ):
+                reason = why_no_tools(sampling, LocalTokenizer(model_dir))
+                name = f"{played.option('environment')} {played.environment}"
+                if reason:
+                    log.warning("%s: a group with tools will be given up: %s", name, reason)
+    except TaskError as error:
+        raise SettingsError(str(error)) from None
+    except NoTokenizer as error:
+        if settings.rollout.environment in WRITTEN or engine.uses_transformers:
+            raise SettingsError(
+                f"--model {settings.model}: transformers cannot load its tokenizer ({error}); give it a "
+                "tokenizer.json (its save_pretrained writes one, where it can be loaded)"
+            ) from None
+    except EngineError as error:
+        if settings.rollout.environment in WRITTEN:
+            raise SettingsError(f"--model {settings.model}: {error}") from None
+    finally:
+        if settings.rollout.environment not in WRITTEN:
+            close_tokenizer()
+
+
+def _without_own_teacher(settings: RunSettings, tasks: TaskSet) -> TaskSet:
+    if not settings.rollout.teachers:
+        return tasks
+    return tasks.without([n for n, task in enumerate(tasks.tasks) if has_own_teacher(settings, task)])

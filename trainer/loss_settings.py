@@ -167,6 +167,21 @@ class LossSettings(Settings):
         return self.entropy_bonus > 0 or self.entropy_target is not None
 
     @model_validator(mode="after")
+    def _clip_bounds(self) -> Self:
+        bounds = {"clip_low": {"ppo", "dual", "cispo", "divergence"}, "clip_high": {"divergence"}}
+        for name, clips in bounds.items():
+            bound = getattr(self, name)
+            if bound > 1 and self.clip in clips:
+                what = "probability" if self.clip == "divergence" else "ratio"
+                move, fraction = "falls" if name == "clip_low" else "rises", bound / 100
+                advice = f"give {fraction:g} for {bound:g} %" if fraction < 1 else "give a fraction, e.g. 0.2"
+                raise ValueError(
+                    f"trainer.{name}={bound:g} with trainer.clip={self.clip}: no {what} {move} by more than "
+                    f"1, so nothing is cut off; {advice}, or 1 for no bound"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _loss_fits(self) -> Self:
         if self.advantage == "pair" and self.keep_flat_groups:
             raise ValueError(

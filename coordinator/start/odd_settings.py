@@ -37,6 +37,8 @@ RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
 _LORA = "trainer.lora."
 FASTEST = 0.1
 """A learning rate above this spoils any model in a step; somebody means another sign of the exponent."""
+LARGEST_BOUND = 10
+"""A bound of the ratio from here on is hardly ever met; somebody means a percentage."""
 SHARE = "gpu_memory_utilization"
 GREEDY_BELOW = 1e-5
 """Engines take a temperature below this for 0."""
@@ -72,6 +74,10 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
         yield f"engine.args.{next(iter(args))} does nothing with --engine torch; it is for vLLM"
     if (rate := settings.trainer.learning_rate) > FASTEST:
         yield f"trainer.learning_rate={rate:g} spoils any model; most are trained with 1e-6 to 1e-3"
+    for name in ("clip_low", "clip_high"):
+        bound, clip = getattr(settings.trainer, name), settings.trainer.clip
+        if bound >= LARGEST_BOUND and clip in CLIPS:
+            yield f"trainer.{name}={bound:g} with trainer.clip={clip} clips next to nothing; most are below 5"
     for key, value in settings.engine.args.items():
         if key.replace("-", "_") == SHARE and isinstance(value, int | float) and value > 1:
             yield f"engine.args.{key}={value}: it is a part of the GPU's memory, e.g. 0.8"

@@ -325,6 +325,22 @@ def test_settings_that_are_given_win_over_the_presets() -> None:
     assert (settings.clip, settings.overlong, settings.advantage) == ("cispo", "keep", "standardised")
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_bound_that_cuts_nothing_off_is_refused_with_the_fraction_to_type(name: str) -> None:
+    clip = TrainerSettings(algorithm=name).clip
+    assert TrainerSettings(algorithm=name, clip_low=1).clip_low == 1
+    if clip in ("ppo", "dual", "cispo", "divergence"):
+        with pytest.raises(
+            ValueError, match=r"trainer\.clip_low=20 .*; give 0\.2 for 20 %, or 1 for no bound"
+        ):
+            TrainerSettings(algorithm=name, clip_low=20)
+    else:
+        assert TrainerSettings(algorithm=name, clip_low=20).clip_low == 20
+    if clip == "divergence":
+        with pytest.raises(ValueError, match=r"clip_high=15 .* no probability rises by more than 1"):
+            TrainerSettings(algorithm=name, clip_high=15)
+
+
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"algorithm=ppo: there is default, grpo, .*sft"):
         TrainerSettings(algorithm="ppo")

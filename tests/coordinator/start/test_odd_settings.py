@@ -56,6 +56,8 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
             "2 iterations are 4 optimizer steps, so the learning rate ends at 1.2e-05 and",
         ),
         ({"trainer__learning_rate": 1e6}, "trainer.learning_rate=1e+06 spoils any model; most"),
+        ({"trainer__clip_high": 28}, "trainer.clip_high=28 with trainer.clip=ppo clips next to nothing"),
+        ({"trainer__algorithm": "gmpo", "trainer__clip_low": 40}, "trainer.clip_low=40 with trainer.clip=g"),
         ({"engine__args__gpu-memory-utilization": 80}, "engine.args.gpu-memory-utilization=80: it is a part"),
         ({"eval__samples_per_task": 4}, "eval.temperature=0: all 4 samples of a task are the same"),
         ({"eval__samples_per_task": 4, "eval__temperature": 1e-6}, "eval.temperature=1e-06: all 4 samples"),

@@ -245,7 +245,9 @@ def _one_line(error: ValidationError, key: str = "") -> str:
     if first["type"] in ("dict_type", "mapping_type") and key in OPEN:
         return f"{key}={show(first['input'])}: it has entries; give each as {key}.NAME=VALUE"
     text = first["msg"].partition(", unable to")[0]
-    return f"{option_name(key)}={show(first['input'])}: {text[0].lower()}{text[1:]}"
+    value = suggestions.value_here(key, first["input"])
+    advice = f"; did you mean {value}?" if value else ""
+    return f"{option_name(key)}={show(first['input'])}: {text[0].lower()}{text[1:]}{advice}"
 
 
 def refuse_unknown(overrides: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 _NAMES = {
     "trainer.learning_rate": "lr lr_rate actor_learning_rate actor_lr",
-    "trainer.schedule": "lr_scheduler_type lr_scheduler",
+    "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
+    "trainer.weight_decay": "l2",
     "trainer.warmup_steps": (
         "num_warmup_steps warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio lr_warmup_steps"
     ),
@@ -16,7 +17,7 @@ _NAMES = {
     "trainer.optimizer": "optim",
     "trainer.betas": "optimizer_betas adam_betas",
     "trainer.eps": "adam_epsilon",
-    "trainer.clip_norm": "max_grad_norm grad_clip max_norm",
+    "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping",
     "trainer.global_batch_size": (
         "batch_size train_batch_size ppo_mini_batch_size gradient_accumulation_steps train.batch_size"
     ),
@@ -38,6 +39,7 @@ _NAMES = {
     "trainer.lora.targets": "target_modules lora_target_modules",
     "trainer.lora.base_dtype": "load_in_4bit",
     "engine.tensor_parallel_size": "tp tensor_model_parallel_size vllm_tensor_parallel_size",
+    "trainer.tensor_parallel_size": "megatron.tensor_model_parallel_size model.tp",
     "rollout.max_tokens": (
         "max_new_tokens max_completion_length max_response_length generate_max_len max_completion_tokens"
     ),
@@ -74,40 +76,58 @@ _NAMES = {
     "trainer.ratio": "importance_sampling_level policy_loss_type loss_mode",
     "trainer.engine_correction": (
         "vllm_importance_sampling_correction rollout_correction enable_vllm_is_correction "
-        "vllm_is_correction_type vllm_enable_is_correction use_icepop"
+        "vllm_is_correction_type vllm_enable_is_correction use_icepop vllm_importance_sampling_mode "
+        "rollout_is"
     ),
     "trainer.overlong": "mask_truncated_completions stop_properly_penalty_coef",
-    "trainer.cpu_offload": "param_offload optimizer_offload fsdp_cpu_offload adam_offload",
+    "trainer.cpu_offload": (
+        "param_offload optimizer_offload fsdp_cpu_offload adam_offload fsdp_offload_params "
+        "offload_optimizer_device offload_param_device"
+    ),
     "rollout.chat_template": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
     "rollout.dynamic_sampling": (
-        "filter_groups dynamic_filtering filter_groups.enable dynamic_filtering_reward_range"
+        "filter_groups dynamic_filtering filter_groups.enable dynamic_filtering_reward_range "
+        "online_difficulty_filtering"
     ),
+    "rollout.over_sample": "oversampling_factor",
     "trainer.passes": "num_iterations ppo_epochs max_epochs",
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
     "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
     "trainer.compute_dtype": "torch_dtype bf16 param_dtype mixed_precision model_dtype",
-    "trainer.layout": "strategy fsdp deepspeed zero_optimization.stage",
+    "trainer.layout": (
+        "strategy fsdp deepspeed zero_optimization.stage distributed_type sharding_strategy "
+        "fsdp_sharding_strategy fsdp_size dp_replicate"
+    ),
     "trainer.processes_per_node": "num_processes",
     "rollout.seed": "data_seed",
     "trainer.dual_clip": "clip_ratio_c",
     "metrics.project": "project_name wandb_project wandb.project",
     "engine.args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
-    "trainer.context_parallel": "ulysses_sequence_parallel_size context_parallel_size ring_attn_size",
+    "trainer.context_parallel": "ulysses_sequence_parallel_size context_parallel_size ring_attn_size cp",
     "eval.max_tasks": "val_max_samples eval.num_examples",
-    "engine.url": "vllm_server_base_url",
+    "engine.url": "vllm_server_base_url vllm_server_host vllm_server_port",
     "engine.args.max_num_batched_tokens": "max_num_batched_tokens",
     "engine.args.max_num_seqs": "max_num_seqs",
-    "engine.args.max_model_len": "max_model_len",
+    "engine.args.max_model_len": "max_model_len vllm_max_model_length",
+    "engine.args.enable_prefix_caching": "enable_prefix_caching",
     "engine.args.enable_chunked_prefill": "enable_chunked_prefill",
     "engine.sleep": "vllm_enable_sleep deepspeed_enable_sleep fsdp2_enable_sleep free_cache_engine",
     "rollout.concurrency": "max_inflight_rollouts",
     "eval.temperature": "val_kwargs.temperature val_kwargs.do_sample",
     "eval.top_p": "val_kwargs.top_p",
     "eval.top_k": "val_kwargs.top_k",
-    "eval.samples_per_task": "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example",
+    "eval.samples_per_task": (
+        "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example num_generations_eval"
+    ),
     "rollout.dynamic_limit": "max_num_gen_batches",
-    "trainer.engine_correction_cap": "vllm_is_truncated_threshold",
+    "trainer.engine_correction_cap": (
+        "vllm_is_truncated_threshold vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
+        "rollout_is_threshold tis_imp_ratio_cap"
+    ),
+    "trainer.undesirable_weight": "desirable_weight",
+    "checkpoints.best_by": "metric_for_best_model",
+    "checkpoints.keep_best": "load_best_model_at_end",
     "metrics.samples": "log_extras.samples",
 }
 """Their names of each setting."""
@@ -168,6 +188,17 @@ _NOTES = {
     "nf4 for true": "load_in_4bit",
     "sharded for fsdp and fsdp2": "strategy",
     "sharded": "fsdp",
+    "sharded for FULL_SHARD, hybrid for HYBRID_SHARD, replicated for NO_SHARD and MULTI_GPU": (
+        "distributed_type sharding_strategy fsdp_sharding_strategy"
+    ),
+    "hybrid, which shards within a node; sharded for -1": "fsdp_size",
+    "hybrid, which has a replica on each node; sharded for 1": "dp_replicate",
+    "true for cpu, false for none": "offload_optimizer_device offload_param_device",
+    "as http://HOST:PORT": "vllm_server_host vllm_server_port",
+    "truncated for truncate, masked for mask": "vllm_importance_sampling_mode",
+    "a good sample weighs 1: theirs is undesirable_weight / desirable_weight": "desirable_weight",
+    "a named set of eval.sets": "metric_for_best_model",
+    "1 for true": "load_best_model_at_end",
     "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
     "of one node; theirs are of all": "num_processes",
     "the one seed of a run": "data_seed",
@@ -175,95 +206,33 @@ _NOTES = {
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
 }
 """What the value is here, for names whose value is another one."""
+_VALUES = {
+    "top_k=0": "top_k=-1",
+    "layout=sharded": "layout=fsdp layout=fsdp2 layout=full_shard layout=shard_grad_op layout=zero3",
+    "layout=hybrid": "layout=hybrid_shard layout=hybrid_shard_zero2 layout=hsdp",
+    "layout=replicated": "layout=no_shard layout=ddp layout=multi_gpu",
+    "schedule=constant": "schedule=constant_with_warmup",
+    "optimizer=adamw": "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam",
+    "aggregation=token": "aggregation=token-mean",
+    "aggregation=sequence": "aggregation=seq-mean-token-mean",
+    "aggregation=sum": "aggregation=seq-mean-token-sum",
+    "aggregation=constant": "aggregation=seq-mean-token-sum-norm",
+    "kl=k1": "kl=kl",
+    "kl=k2": "kl=mse",
+    "kl=k3": "kl=low_var_kl kl=true",
+    "kl=off": "kl=none",
+    "compute_dtype=bfloat16": "compute_dtype=bf16",
+    "kind=torch": "kind=hf kind=transformers",
+}
+"""Values of theirs for settings here."""
 BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}
 """How a number of theirs becomes ours with `rollout.samples_per_task`."""
-_INSTEAD = {
-    "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N": (
-        "ray_init ray_kwargs"
-    ),
-    "set both trainer.kl=k3 and trainer.kl_coefficient": (
-        "beta use_kl_loss kl_loss_coef kl_tau kl_loss_type kl_penalty kl_estimator"
-    ),
-    (
-        "set both trainer.kl=k3 and trainer.kl_coefficient; for KL in the reward, k1 and "
-        "trainer.kl_in=token_reward"
-    ): "kl_coef init_kl_coef kl.init_coef",
-    "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward": "use_kl_in_reward",
-    "there is no critic; trainer.advantage says what a reward is compared with": (
-        "critic critic_warmup gamma lam"
-    ),
-    "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration": (
-        "epochs num_epochs num_episodes num_train_epochs total_epochs"
-    ),
-    "a file of settings is given as --config FILE": "config config_file",
-    "a run is known by its directory: --log-path DIR": (
-        "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name save_path "
-        "ckpt_path log_path log_dir"
-    ),
-    "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation",
-    "rows are packed without padding where the model can do that": (
-        "use_remove_padding packing packing_samples"
-    ),
-    "the same command again resumes a run": "resume load_checkpoint resume_mode resume_from_checkpoint",
-    "run export writes a directory for the Hub": "push_to_hub hub_model_id hub_strategy",
-    "every sample is kept: run samples shows them": "log_completions rollout_data_dir",
-    "name the column of the data: columns.messages=COLUMN": "prompt_key input_key dataset_text_field",
-    "name the column of the data: columns.answer=COLUMN": "label_key",
-    "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score": "remote_rm_url remote_url",
-    "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
-        "multi_turn tools tool_config_path agent_func_path agent max_assistant_turns "
-        "max_tool_calling_iterations"
-    ),
-    "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
-        "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models vllm_num_engines"
-    ),
-    "the engine shares the GPUs; a server of your own: --engine-url http://HOST:PORT": (
-        "vllm_mode vllm_device"
-    ),
-    "an argument of vLLM is given as engine.args.enforce_eager=true": "enforce_eager",
-    "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
-    "microbatches always have trainer.max_tokens_per_microbatch tokens": (
-        "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz"
-    ),
-    "`messages` get the template; a text in `prompt` with columns.messages=prompt": "apply_chat_template",
-    "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
-    "trainer.advantage compares rewards within their group": "normalize_enable",
-    "a reward model is a server: --reward http://HOST:PORT/score": "reward_model",
-    "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
-    "every iteration is written to metrics.jsonl; run status --watch shows it": (
-        "logging_steps logging_strategy logging_first_step log_extras.interval"
-    ),
-    "the engine makes its batches by itself; rollout.concurrency limits them": (
-        "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size"
-    ),
-    "rollout.dynamic_sampling=true generates further tasks until there are enough": "gen_batch_size",
-    "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
-    "set trainer.overlong=penalise; trainer.overlong_buffer is theirs / rollout.max_tokens, the factor 1": (
-        "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor overlong_buffer_len "
-        "overlong_penalty_factor overlong_buffer_cfg"
-    ),
-    "give both --tasks verifiers:NAME and --environment verifiers:NAME, with ,PARAMETER=VALUE": (
-        "orchestrator.env train.env"
-    ),
-    "give --eval-tasks verifiers:NAME, with ,PARAMETER=VALUE": "eval.env",
-    "theirs is both together: rollout.max_prompt_tokens and rollout.max_tokens": "max_len",
-    "tasks are always shuffled, by rollout.seed": "shuffle",
-    "every checkpoint is a directory of Hugging Face's": "save_hf_ckpt",
-    "fetch the revision, and give its directory as --model DIR": "model_revision",
-    "an adapter is trained where trainer.lora.rank is set": "enable_lora",
-    "the engine reads its weights from the run directory": "vllm_sync_backend",
-    "nothing here needs it; leave it out": (
-        "remove_unused_columns dataloader_num_workers ddp_timeout balance_batch calculate_log_probs "
-        "rollout.mode trainer.device"
-    ),
-    "run eval scores a checkpoint, or --model, alone": "val_only",
-}
-"""What to do in place of a setting of theirs that is none here, or two."""
 
 
-def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Return the text of each name in a table of names by text."""
     return {name: text for text, names in table.items() for name in names.split()}
 
 
-ALIASES, COUNTED, ANSWERS = map(_by_name, (_NAMES, _NOTES, _INSTEAD))
-"""By their name: the setting here, what its value is here, what to do instead."""
+ALIASES, COUNTED, VALUES = map(by_name, (_NAMES, _NOTES, _VALUES))
+"""By their name: the setting here, what its value is here; by their value: ours."""

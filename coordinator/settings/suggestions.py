@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from coordinator.settings.names_elsewhere import ALIASES, ANSWERS, BY_SAMPLES, COUNTED
+from coordinator.settings.advice_elsewhere import ANSWERS
+from coordinator.settings.names_elsewhere import ALIASES, BY_SAMPLES, COUNTED, VALUES
 from rollout.settings import RolloutSettings
 
 NEAR, NEARER = 0.75, 0.85
@@ -54,14 +55,18 @@ def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = N
     if inside:
         more = ", ..." if len(inside) > SHOWN else ""
         return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
-    if instead := answer(typed):
-        value, coefficient = values.get(typed), "trainer.kl_coefficient"
-        if coefficient in instead and value in (False, 0):
-            return "leave it out: trainer.kl is off by default"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return instead.replace(coefficient, f"{coefficient}={value:g}") if is_number else instead
+    if instead := answer(typed, values):
+        return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
+    if suggestion and (value := value_here(suggestion, values.get(typed))):
+        return f"did you mean {suggestion}={value}?"
     return f"did you mean {suggestion}?{counted(typed, values)}" if suggestion else ALL_SHOWN
+
+
+def value_here(setting: str, value: Any) -> str | None:
+    """Return what a value of theirs is for a setting here; None if it is no other one."""
+    translated = VALUES.get(f"{setting.rpartition('.')[2]}={value}".lower())
+    return translated.partition("=")[2] if translated else None
 
 
 def counted(typed: str, values: Mapping[str, Any] = NONE) -> str:
@@ -99,13 +104,21 @@ def listed(kind: str, meanings: Mapping[str, str]) -> str:
     return "\n  ".join([f"{len(meanings)} unknown {kind}; change or remove each of them:", *lines])
 
 
-def answer(typed: str) -> str | None:
-    """Return the advice for a setting, or a section, of others that is none here; else None."""
+def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
+    """Return the advice for a setting, or a section, of others that is none here; else None. `values`: the
+    values of all settings that were given, by name.
+    """
     word = _plain(typed)
     if _pair(word) in ALIASES:  # closer than what holds for its whole section
         return None
     parts = (_pair(word), *reversed(word.split(".")))
-    return next((ANSWERS[part] for part in parts if part in ANSWERS), None)
+    instead = next((ANSWERS[part] for part in parts if part in ANSWERS), "")
+    value, coefficient = values.get(typed), "trainer.kl_coefficient"
+    if instead.startswith("set") and coefficient in instead and value in (False, 0):
+        return "leave it out: trainer.kl is off by default"
+    if instead.startswith("set") and isinstance(value, int | float) and not isinstance(value, bool):
+        return instead.replace(coefficient, f"{coefficient}={value:g}")
+    return instead or None
 
 
 def _pair(word: str) -> str:

@@ -5,7 +5,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from coordinator.settings.loading import (
     option_name,
     parse_override,
     parse_value,
+    show,
 )
 from coordinator.settings.tree import SettingsError
 from trainer.algorithms import PRESETS
@@ -100,6 +101,8 @@ def _refuse_word(word: str, arguments: Sequence[str]) -> None:
         advice = f"a run directory is given as --log-path {word}"
     elif part := part_of_value(word, arguments):
         advice = part
+    elif word.isdecimal():
+        advice = f"a number of nodes is given as --num-nodes {word}"
     elif word.lower() in PRESETS:
         advice = f"an algorithm is given as trainer.algorithm={word.lower()}"
     elif near:
@@ -142,7 +145,8 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     params = _params(error)
     options = {"--help", *(name for param in params for name in (*param.opts, *param.secondary_opts))}
     words = [typed, *(word.partition("=")[0] for word in arguments if word.startswith("--"))]
-    meanings = {word: _meant(word, sorted(options), params) for word in words if word not in options}
+    values = _values(arguments)
+    meanings = {word: _meant(word, sorted(options), params, values) for word in words if word not in options}
     if len(meanings) > 1:
         return suggestions.listed(
             "options", {word: text or suggestions.ALL_SHOWN for word, text in meanings.items()}
@@ -150,13 +154,27 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     return f"{text}; {meanings[typed]}" if meanings.get(typed) else text
 
 
-def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
-    """Return the option or setting meant by one that no command has, or an empty text."""
+def _values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values that were typed as `--NAME VALUE`, `--NAME=VALUE` or KEY=VALUE, by what is before."""
+    values: dict[str, Any] = {}
+    for word, after in itertools.pairwise([*arguments, "--"]):
+        name, sign, value = word.partition("=")
+        if sign:
+            values[name] = parse_value(value)
+        elif word.startswith("--") and "=" not in after and not after.startswith("--"):
+            values[name] = parse_value(after)
+    return values
+
+
+def _meant(typed: str, options: Sequence[str], params: Sequence[Any], values: Mapping[str, Any]) -> str:
+    """Return the option or setting meant by one that no command has, or an empty text. `values`: what was
+    typed for each.
+    """
     if also := next((name for name in ALSO_CALLED.get(typed, ()) if name in options), None):
         return f"did you mean {also}?"
     if typed in _OF_RANKS:
         return "this command takes no rank; leave it out"
-    if instead := suggestions.answer(typed):
+    if instead := suggestions.answer(typed, values):
         return instead
     known = known_keys()
     near = difflib.get_close_matches(typed, options, n=1, cutoff=0.7)
@@ -166,7 +184,12 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any]) -> str:
         takes_settings = any(param.name == "words" for param in params)
         near = near if guess == typed or not takes_settings else []
         guess = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
-    return f"did you mean {guess}?{suggestions.counted(typed) if setting else ''}" if guess else ""
+    note, value = suggestions.counted(typed, values) if setting else "", values.get(typed)
+    if setting and value is not None and (translated := suggestions.value_here(setting, value)):
+        note, guess = "", guess.replace("=VALUE", f"={translated}")
+    elif value is not None and not note:
+        guess = guess.replace("=VALUE", f"={show(value)}")
+    return f"did you mean {guess}?{note}" if guess else ""
 
 
 def _params(error: typer.TyperException) -> list[Any]:

@@ -116,6 +116,12 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
         ("cluster.rejoin_timeout_s", 0, "--rejoin-timeout=0: input should be greater than 0"),
         ("cluster.on_node_failure", "hope", "--on-node-failure=hope: input should be"),
         ("rl_phase", "all", "--rl-phase=all: input should be 'both', 'rollout' or 'update'"),
+        (
+            "rollout.top_k",
+            -1,
+            "rollout.top_k=-1: input should be greater than or equal to 0; did you mean 0?",
+        ),
+        ("trainer.layout", "HYBRID_SHARD", "trainer.layout=HYBRID_SHARD: input should be 'auto', 'rep"),
         ("engine.kind", "sglang", "--engine=sglang: input should be 'auto', 'vllm' or 'torch'"),
         ("trainer.learning_rate", -1, "trainer.learning_rate=-1: input should be greater than 0"),
         ("trainer.learning_rate", float("inf"), "trainer.learning_rate=inf: input should be a finite number"),

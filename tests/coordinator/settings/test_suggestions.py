@@ -73,6 +73,11 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("--ring_attn_size", "trainer.context_parallel"),
         ("--max_samples", "tasks"),
         ("learn_rate", "trainer.learning_rate"),
+        ("actor.fsdp_config.fsdp_size", "trainer.layout"),
+        ("actor.megatron.tensor_model_parallel_size", "trainer.tensor_parallel_size"),
+        ("actor.optim.warmup_style", "trainer.schedule"),
+        ("vllm_importance_sampling_cap", "trainer.engine_correction_cap"),
+        ("num_generations_eval", "eval.samples_per_task"),
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
@@ -98,6 +103,11 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
     )
     for name, value in (("use_kl_in_reward", False), ("beta", 0.0)):
         assert near_setting(name, KNOWN, {name: value}) == "leave it out: trainer.kl is off by default"
+    for name, value, ours in (
+        ("top_k", -1, "rollout.top_k=0"),
+        ("strategy", "FSDP2", "trainer.layout=sharded"),
+    ):
+        assert near_setting(name, KNOWN, {name: value}) == f"did you mean {ours}?"
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
@@ -124,6 +134,13 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("--micro_rollout_batch_size", "rollout.concurrency"),
         ("per_device_eval_batch_size", "rollout.concurrency"),
         ("hub_strategy", "run export"),
+        ("sync_ref_model", "the reference stays the model that the run started from; leave it out"),
+        ("repetition_penalty", "by the policy's own probabilities, on which it is trained; leave it out"),
+        ("top_entropy_quantile", "all tokens of a sample are trained on"),
+        ("actor.megatron.pipeline_model_parallel_size", "no pipeline and no expert parallelism"),
+        ("actor_rollout_ref.model.trust_remote_code", "code of a model is never run"),
+        ("rollout.do_sample", "samples are always drawn"),
+        ("--machine_rank", "--worker RANK"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
@@ -159,7 +176,7 @@ def test_likeness_of_spelling_does_not_answer_what_has_no_setting(typed: str) ->
 
 
 def test_sections_of_theirs_are_no_likeness() -> None:
-    assert near_setting("actor_rollout_ref.model.use_liger", KNOWN) == "run --dry-run shows all settings"
+    assert near_setting("actor_rollout_ref.model.external_lib", KNOWN) == "run --dry-run shows all settings"
 
 
 def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:

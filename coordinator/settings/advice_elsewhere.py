@@ -1,0 +1,142 @@
+"""Names of settings in other trainers that are no setting here, or two: what to do in place of each.
+
+A name is as in `names_elsewhere`.
+"""
+
+from coordinator.settings.names_elsewhere import by_name
+
+_INSTEAD = {
+    "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N": (
+        "ray_init ray_kwargs"
+    ),
+    "set both trainer.kl=k3 and trainer.kl_coefficient": (
+        "beta use_kl_loss kl_loss_coef kl_tau kl_loss_type kl_penalty kl_estimator"
+    ),
+    (
+        "set both trainer.kl=k3 and trainer.kl_coefficient; for KL in the reward, k1 and "
+        "trainer.kl_in=token_reward"
+    ): "kl_coef init_kl_coef kl.init_coef",
+    "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward": "use_kl_in_reward",
+    "there is no critic; trainer.advantage says what a reward is compared with": (
+        "critic critic_warmup gamma lam lambd value_clip critic_pretrain critic_learning_rate "
+        "freezing_actor_steps max_critic_ckpt_to_keep"
+    ),
+    "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration": (
+        "epochs num_epochs num_episodes num_train_epochs total_epochs"
+    ),
+    "a file of settings is given as --config FILE": "config config_file",
+    "a run is known by its directory: --log-path DIR": (
+        "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name save_path "
+        "ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir"
+    ),
+    "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation",
+    "rows are packed without padding where the model can do that": (
+        "use_remove_padding packing packing_samples padding_free group_by_length"
+    ),
+    "the same command again resumes a run": (
+        "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step"
+    ),
+    "run export writes a directory for the Hub": "push_to_hub hub_model_id hub_strategy hub_private_repo",
+    "every sample is kept: run samples shows them": (
+        "log_completions rollout_data_dir num_completions_to_print validation_data_dir log_val_generations"
+    ),
+    "name the column of the data: columns.messages=COLUMN": "prompt_key input_key dataset_text_field",
+    "name the column of the data: columns.answer=COLUMN": "label_key",
+    "name the column of the data: columns.images=COLUMN": "image_key",
+    "name the column of the data: columns.source=COLUMN": "reward_fn_key",
+    "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score": "remote_rm_url remote_url",
+    "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
+        "multi_turn tools tool_config_path agent_func_path agent max_assistant_turns "
+        "max_tool_calling_iterations"
+    ),
+    "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
+        "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models vllm_num_engines"
+    ),
+    "the engine shares the GPUs; a server of your own: --engine-url http://HOST:PORT": (
+        "vllm_mode vllm_device"
+    ),
+    "an argument of vLLM is given as engine.args.enforce_eager=true": (
+        "enforce_eager engine_kwargs load_format"
+    ),
+    "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
+    "microbatches always have trainer.max_tokens_per_microbatch tokens": (
+        "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz"
+    ),
+    "`messages` get the template; a text in `prompt` with columns.messages=prompt": "apply_chat_template",
+    "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
+    "trainer.advantage compares rewards within their group": "normalize_enable",
+    "a reward model is a server: --reward http://HOST:PORT/score": "reward_model reward_pretrain",
+    "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
+    "every iteration is written to metrics.jsonl; run status --watch shows it": (
+        "logging_steps logging_strategy logging_first_step log_extras.interval"
+    ),
+    "the engine makes its batches by itself; rollout.concurrency limits them": (
+        "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size val_batch_size"
+    ),
+    "rollout.dynamic_sampling=true generates further tasks until there are enough": "gen_batch_size",
+    "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
+    "set trainer.overlong=penalise; trainer.overlong_buffer is theirs / rollout.max_tokens, the factor 1": (
+        "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor overlong_buffer_len "
+        "overlong_penalty_factor overlong_buffer_cfg"
+    ),
+    "give both --tasks verifiers:NAME and --environment verifiers:NAME, with ,PARAMETER=VALUE": (
+        "orchestrator.env train.env"
+    ),
+    "give --eval-tasks verifiers:NAME, with ,PARAMETER=VALUE": "eval.env",
+    "theirs is both together: rollout.max_prompt_tokens and rollout.max_tokens": "max_len",
+    "no sample is cut: rollout.max_prompt_tokens and rollout.max_tokens are how long its parts may be": (
+        "max_length max_seq_length"
+    ),
+    "tasks are always shuffled, by rollout.seed": "shuffle shuffle_dataset",
+    "every checkpoint is a directory of Hugging Face's": (
+        "save_hf_ckpt save_safetensors zero3_save_16bit_model save_contents"
+    ),
+    "trainer.save_interval says how often the optimizer's state is saved": "save_only_model disable_ds_ckpt",
+    "the reference stays the model that the run started from; leave it out": (
+        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"
+    ),
+    "samples are drawn by the policy's own probabilities, on which it is trained; leave it out": (
+        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty"
+    ),
+    "samples are always drawn; rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p say how": (
+        "do_sample generation_kwargs"
+    ),
+    "all tokens of a sample are trained on; leave it out": "top_entropy_quantile clip_cov_ratio kl_cov_ratio",
+    "of a written conversation its last answer alone is trained on": (
+        "completion_only_loss assistant_only_loss"
+    ),
+    "an adapter has trainer.lora.rank, trainer.lora.alpha and trainer.lora.targets alone; leave it out": (
+        "lora_dropout use_rslora use_dora modules_to_save lora_task_type exclude_modules"
+    ),
+    "code of a model is never run; take one that transformers has": "trust_remote_code",
+    "trainer.kl_coefficient stays as it is; leave it out": (
+        "kl_ctrl.type target_kl kl_target horizon kl_horizon"
+    ),
+    "there is no pipeline and no expert parallelism: trainer.layout=sharded, trainer.tensor_parallel_size": (
+        "pipeline_model_parallel_size expert_model_parallel_size"
+    ),
+    "the machines meet in the directory --log-path, and each is given its rank: --worker RANK": (
+        "machine_rank local_rank main_process_ip main_process_port master_port rdzv_backend same_network"
+    ),
+    "fetch the revision, and give its directory as --model DIR": "model_revision",
+    "an adapter is trained where trainer.lora.rank is set": "enable_lora",
+    "the engine reads its weights from the run directory": "vllm_sync_backend",
+    "nothing here needs it; leave it out": (
+        "remove_unused_columns dataloader_num_workers ddp_timeout balance_batch calculate_log_probs "
+        "rollout.mode trainer.device dataloader_drop_last average_tokens_across_devices pad_to_multiple_of "
+        "disable_dropout ds3_gather_for_generation use_liger use_liger_kernel use_liger_loss "
+        "attn_implementation flash_attn use_fused_kernels filter_overlong_prompts_workers return_raw_chat "
+        "hybrid_engine use_shm entropy_checkpointing forward_prefetch reshard_after_forward "
+        "wrap_policy.min_num_params weights.interval fsdp_auto_wrap_policy fsdp_backward_prefetch "
+        "fsdp_transformer_layer_cls_to_wrap fsdp_version fsdp_state_dict_type "
+        "fsdp_reshard_after_forward fsdp_use_orig_params fsdp_sync_module_states "
+        "fsdp_cpu_ram_efficient_loading zero3_init_flag compute_environment downcast_bf16 "
+        "auto_find_batch_size torch_empty_cache_steps disable_tqdm model.attn "
+        "precompute_ref_log_probs"
+    ),
+    "run eval scores a checkpoint, or --model, alone": "val_only",
+}
+
+
+ANSWERS = by_name(_INSTEAD)
+"""What to do, by their name."""

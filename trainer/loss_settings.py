@@ -172,12 +172,12 @@ class LossSettings(Settings):
         for name, clips in bounds.items():
             bound = getattr(self, name)
             if bound > 1 and self.clip in clips:
-                what = "probability" if self.clip == "divergence" else "ratio"
+                quantity = "probability" if self.clip == "divergence" else "ratio"
                 move, fraction = "falls" if name == "clip_low" else "rises", bound / 100
                 advice = f"give {fraction:g} for {bound:g} %" if fraction < 1 else "give a fraction, e.g. 0.2"
                 raise ValueError(
-                    f"trainer.{name}={bound:g} with trainer.clip={self.clip}: no {what} {move} by more than "
-                    f"1, so nothing is cut off; {advice}, or 1 for no bound"
+                    f"trainer.{name}={bound:g} with trainer.clip={self.clip}: no {quantity} {move} by more "
+                    f"than 1, so nothing is cut off; {advice}, or 1 for no bound"
                 )
         return self
 

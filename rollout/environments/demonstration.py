@@ -6,8 +6,9 @@ parts, resumed and trained as samples are. It needs a tokenizer, and no engine.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from rollout.tasks.messages import ANSWER, Message, same_beginning, without_answ
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Picture, Sample
 
+Result = TypeVar("Result")
 SAID = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 """The fields of a message that its sender has said; others are about it."""
 TRAINED = ("weight", "train", "training", "trainable", "loss")
@@ -169,9 +171,19 @@ async def _rendered(task: Task, answer: Message, policy: Policy) -> tuple[list[i
 
 
 def check_demonstrations(tasks: TaskSet) -> None:
-    """Raise TaskError, which names the task, if a task has no answer to demonstrate."""
-    for task in tasks.tasks:
-        demonstrated(task)
+    """Raise TaskError, which names the task and its place, if a task has no answer to demonstrate."""
+    check_each(tasks, demonstrated)
+
+
+def check_each(tasks: TaskSet, check: Callable[[Task], Result]) -> list[Result]:
+    """Return what `check` returns for each task. A TaskError of it is raised with the place of the task."""
+    results: list[Result] = []
+    for index, task in enumerate(tasks.tasks):
+        try:
+            results.append(check(task))
+        except TaskError as error:
+            raise TaskError(f"{tasks.place(index)}: {error}") from None
+    return results
 
 
 def demonstrated(task: Task) -> Message:

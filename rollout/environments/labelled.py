@@ -5,7 +5,7 @@ As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine
 
 from collections.abc import Sequence
 
-from rollout.environments.demonstration import demonstrated, written
+from rollout.environments.demonstration import check_each, demonstrated, written
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.tasks.fields import completion_of, whole_number
@@ -39,10 +39,8 @@ labelled.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (se
 
 
 def check_labels(tasks: TaskSet) -> None:
-    """Raise TaskError, which names the task, if a task has no answer or no label."""
-    for task in tasks.tasks:
-        _answer(task)
-        _reward(task)
+    """Raise TaskError, which names the task and its place, if a task has no answer or no label."""
+    check_each(tasks, lambda task: (_answer(task), _reward(task)))
 
 
 def _answer(task: Task) -> Message:

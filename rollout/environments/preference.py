@@ -6,7 +6,7 @@ As in `demonstration`, nothing is generated. It needs a tokenizer, and no engine
 import logging
 from collections.abc import Sequence
 
-from rollout.environments.demonstration import SAID, messages_before, written
+from rollout.environments.demonstration import SAID, check_each, messages_before, written
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
 from rollout.tasks.messages import Message
@@ -47,14 +47,15 @@ preference.demonstrates = True  # pyright: ignore[reportFunctionMemberAccess]  (
 
 
 def check_preferences(tasks: TaskSet) -> None:
-    """Raise TaskError, which names the task, if a task has no pair of answers. Warn of pairs of one answer,
-    which data sets of ratings have where two are rated alike.
+    """Raise TaskError, which names the task and its place, if a task has no pair of answers. Warn of pairs of
+    one answer, which data sets of ratings have where two are rated alike.
     """
-    equal = 0
-    for task in tasks.tasks:
+
+    def is_equal(task: Task) -> bool:
         chosen, rejected = (_answer(task, name) for name in REWARDS)
-        equal += chosen == rejected
-    if equal:
+        return chosen == rejected
+
+    if equal := sum(check_each(tasks, is_equal)):
         log.warning("%d of %d pairs have the same answer twice, and teach nothing", equal, len(tasks.tasks))
 
 

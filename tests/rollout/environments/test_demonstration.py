@@ -241,7 +241,7 @@ def test_tasks_are_checked_before_a_run_begins(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "tasks.jsonl", good, {"messages": [*MESSAGES, SAID]})
     check_demonstrations(load_tasks(str(path), seed=0, split="train"))
     write_lines(path, good, bad)
-    with pytest.raises(TaskError, match="task 'b7' has no answer"):
+    with pytest.raises(TaskError, match=rf"^{path}:2: task 'b7' has no answer"):
         check_demonstrations(load_tasks(str(path), seed=0, split="train"))
 
 

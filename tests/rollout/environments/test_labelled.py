@@ -1,6 +1,7 @@
 """The environment `labelled`: one sample of a task, good or bad, and what a task file may look like."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_answer_has_the_reward_of_its_label(
 def test_task_without_answer_or_label_is_named(tmp_path: Path, task: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError) as found:
         check_labels(loaded(tmp_path, task))
-    assert said in str(found.value)
+    assert said in str(found.value) and re.match(r"/\S+\.jsonl:1: task '1'", str(found.value))
 
 
 def test_labels_of_a_table_may_have_another_name(tmp_path: Path) -> None:

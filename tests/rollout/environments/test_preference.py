@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_both_answers_are_trained_with_their_rewards(
 def test_task_without_a_pair_is_named(tmp_path: Path, task: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError) as found:
         check_preferences(loaded(tmp_path, task))
-    assert said in str(found.value)
+    assert said in str(found.value) and re.match(r"/\S+\.jsonl:1: task '1'", str(found.value))
 
 
 def test_conversations_that_have_nothing_in_common_are_no_task(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Ask `run` itself, as another process of this machine: what it refuses is refused in its words."""
+"""Commands that call `run`. Asked as another process of this machine, it refuses in its own words."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,12 @@ PATIENCE_S = 120.0
 def run_command(*words: str) -> list[str]:
     """Return the command that calls this installation's `run` with these words."""
     return [sys.executable, "-P", "-m", "coordinator.cli", *words]
+
+
+def node_command(root: Path, machine: int) -> str:
+    """Return what a person types to start the node of a machine."""
+    role = f"--worker {machine}" if machine else "--master"
+    return f"run {role} --log-path {shlex.quote(str(root))}"
 
 
 def ask_run(

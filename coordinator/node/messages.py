@@ -6,6 +6,7 @@ import signal
 
 from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import GUESTS, MASTER
+from coordinator.machine.run_command import node_command
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
@@ -50,7 +51,7 @@ class Messages:
 
     def master_command(self) -> str:
         """Return the command that starts the master."""
-        return f"run --master --log-path {self._path}"
+        return node_command(self._identity.root, MASTER)
 
     def finished(self, done: int) -> str:
         """Return the message of a run that has `done` its iterations, and how it can go on; an evaluation
@@ -65,8 +66,7 @@ class Messages:
         """Return the command that starts a node."""
         if rank >= GUESTS:
             return f"run guest --log-path {self._path}"
-        machine = self._identity.run_dir.machine(rank)
-        return f"run --worker {machine} --log-path {self._path}" if machine else self.master_command()
+        return node_command(self._identity.root, self._identity.run_dir.machine(rank))
 
     def doctor_command(self) -> str:
         """Return the command that tries the shared directory."""

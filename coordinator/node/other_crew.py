@@ -1,10 +1,10 @@
 """The other crew of the run, as a node sees it: whether that has ended, and whether its master beats."""
 
 import logging
-import shlex
 import time
 
 from coordinator.directory.layout import MASTER
+from coordinator.machine.run_command import node_command
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.phase_endings import CODES
@@ -88,9 +88,7 @@ class OtherCrew:
         return record if is_other or RunSettings.published(record.settings) != me.of_run else None
 
     def _command(self) -> str:
-        machine = self._run_dir.machine(MASTER)
-        role = f"--worker {machine}" if machine else "--master"
-        return f"run {role} --log-path {shlex.quote(str(self._run_dir.root))}"
+        return node_command(self._run_dir.root, self._run_dir.machine(MASTER))
 
     def describe(self) -> str:
         """Return `the train crew (led by rank 2, node-c)`."""

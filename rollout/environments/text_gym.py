@@ -5,7 +5,6 @@ sum of its steps' rewards. A process plays one sample at a time.
 """
 
 import asyncio
-import functools
 import json
 import logging
 import urllib.error
@@ -19,7 +18,7 @@ from rollout.environments.policy import Policy
 from rollout.loaded_code import load_as_it_was, package_code
 from rollout.origin import Sampling
 from rollout.plugins import module_of
-from rollout.processes.pool import ProcessPool
+from rollout.processes.pool import ProcessPool, log_as
 from rollout.tasks.task_set import Task
 from rollout.tasks.text_gym import (
     SOURCE,
@@ -56,8 +55,7 @@ class TextGym:
         self._name = name
         self.behind = package_code(module_of(name).partition(".")[0])
         size = PROCESSES_A_CORE * cores()
-        say = functools.partial(_say, name)
-        self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=say)
+        self._pool = ProcessPool(f"{__name__}:make_player", name, loaded, size=size, say=log_as(name))
 
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of an episode with the task's `seed` and `options`, if it has them."""
@@ -70,10 +68,6 @@ class TextGym:
                 for j in range(sampling.n)
             ]
         return [sample for episode in episodes for sample in episode.result()]
-
-
-def _say(name: str, line: str) -> None:
-    log.info("%s: %s", name, line)
 
 
 # ---- in the processes

@@ -4,7 +4,6 @@ Its agents ask the policy through `serve`, one session for each sample. A proces
 """
 
 import asyncio
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rollout.environments.outside import play_outside
 from rollout.environments.policy import Policy
 from rollout.loaded_code import package_code
 from rollout.origin import Sampling
-from rollout.processes.pool import ProcessPool
+from rollout.processes.pool import ProcessPool, log_as
 from rollout.tasks.task_set import Task
 from rollout.tasks.verifiers import SOURCE, config_of, module_of, why_missing
 from rollout.trajectory import Sample
@@ -47,16 +46,12 @@ class VerifiersEnvironment:
         self._name = name
         self.behind = package_code(module_of(name))
         size = min(MOST_PROCESSES, cores())
-        self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=functools.partial(_say, name))
+        self._pool = ProcessPool(f"{__name__}:make_player", size=size, say=log_as(name))
 
     async def __call__(self, task: Task, policy: Policy, sampling: Sampling) -> list[Sample]:
         """Return the samples of a task of the environment. The reward is its own."""
         check(self._name, task)
         return await play_outside(self._pool, policy, range(sampling.n), task["verifiers"])
-
-
-def _say(name: str, line: str) -> None:
-    log.info("%s: %s", name, line)
 
 
 # ---- in the processes

@@ -12,7 +12,7 @@ from rollout.loaded_code import load_as_it_was, sources
 from rollout.module_search import is_installed
 from rollout.plugins import load_function
 from rollout.processes.killable_process import CallLost, DeadlinePassed
-from rollout.processes.pool import ProcessPool
+from rollout.processes.pool import ProcessPool, log_as
 from rollout.processes.reward_signatures import with_our_parameters
 
 log = logging.getLogger(__name__)
@@ -103,12 +103,8 @@ def _pool_of(name: str, function: Callable[..., Any], parameters: tuple[Any, ...
     """Return the pool of a function, which stays: its processes have loaded what it needs."""
     key = f"{name} {json.dumps(parameters)}" if parameters else name
     if key not in _pools:
-
-        def say(line: str) -> None:
-            log.info("%s: %s", name, line)
-
         maker = f"{__name__}:make_sync"
-        _pools[key] = ProcessPool(maker, name, sources(name, function), parameters, say=say)
+        _pools[key] = ProcessPool(maker, name, sources(name, function), parameters, say=log_as(name))
     return _pools[key]
 
 

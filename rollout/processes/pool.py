@@ -7,6 +7,8 @@ The pool of concurrent.futures cannot kill a call that hangs, sends pickles, and
 import asyncio
 import atexit
 import contextlib
+import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from typing import Any
 from rollout.environment_variables import cores
 from rollout.module_search import search_path
 from rollout.processes.killable_process import CallFailed, CallLost, KillableProcess
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """How long Python and the library may take to start. It counts against no call's deadline."""
@@ -181,6 +185,11 @@ class ProcessPool:
         except BaseException:
             self._end(process)
             raise
+
+
+def log_as(name: str) -> Callable[[str], None]:
+    """Return a `say` for a ProcessPool, which logs the lines as those of `name`."""
+    return functools.partial(log.info, "%s: %s", name)
 
 
 def _failure(error: str, traceback: str) -> CallFailed:

@@ -7,23 +7,21 @@ a new process without hash randomisation. Some scorers evaluate what the model w
 """
 
 import functools
-import hashlib
 import json
 import random
 import re
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, Literal
 
 from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.killable_rewards import LibraryReward, missing
 from rollout.processes.pool import ProcessPool
-from rollout.tasks.parameters import parse
+from rollout.tasks.parameters import HELD_OUT, is_held_out, parse
 
 SOURCE = "reasoning_gym:"
 GENERATE_TIMEOUT_S = 1800.0
 """How long generating may take: the slowest data sets take a third of a second a question."""
-HELD_OUT = 10
-"""One question in 10 belongs to evaluation, by its hash: with any parameters it is never trained on."""
 SYSTEM = "system"
 """A parameter that the library does not have: the name of its system prompt. Without it there is none."""
 
@@ -44,7 +42,7 @@ def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[
         before = len(tasks)
         questions: set[str] = set()
         for index, (question, answer) in enumerate(items):
-            if question in questions or _is_held_out(question) != (split == "eval"):
+            if question in questions or is_held_out(question) != (split == "eval"):
                 continue
             questions.add(question)
             tasks.append(_task(name, config, index, question, answer, system))
@@ -54,10 +52,6 @@ def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[
                 f"{HELD_OUT} is evaluation's)"
             )
     return tasks
-
-
-def _is_held_out(question: str) -> bool:
-    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "little") % HELD_OUT == 0
 
 
 def _parse(part: str, seed: int) -> tuple[str, dict[str, Any]]:
@@ -71,15 +65,13 @@ def _parse(part: str, seed: int) -> tuple[str, dict[str, Any]]:
 def _generated(name: str, config: str) -> tuple[str | None, tuple[tuple[str, str | None], ...]]:
     if reason := missing(**_LIBRARY):
         raise ValueError(reason)
-    pool = ProcessPool("rollout.tasks.reasoning_gym:make_generator", size=1)
     try:
-        system, items = pool.call(name, json.loads(config), deadline_s=GENERATE_TIMEOUT_S)
+        with closing(ProcessPool(f"{__name__}:make_generator", size=1)) as pool:
+            system, items = pool.call(name, json.loads(config), deadline_s=GENERATE_TIMEOUT_S)
     except CallFailed as error:
         raise ValueError(" ".join(str(error).split())) from None
     except CallLost as error:
         raise ValueError(f"{name} could not be generated: {error}; lower size") from None
-    finally:
-        pool.close()
     return system, tuple((question, answer) for question, answer in items)
 
 

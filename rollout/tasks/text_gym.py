@@ -12,14 +12,14 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Literal
 
 from rollout.loaded_code import sources
 from rollout.pictures import PictureError, image_url
 from rollout.plugins import load_function
 from rollout.processes.killable_process import CallFailed, CallLost
-from rollout.processes.pool import ProcessPool
+from rollout.processes.pool import ProcessPool, log_as
 from rollout.tasks.parameters import SIZE, parse
 from rollout.tasks.pictures import png
 
@@ -107,17 +107,11 @@ def _seed(text: str) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _observations(name: str, parameters: str, limit_s: float, seeds: tuple[int, ...]) -> list[Content]:
-    pool = ProcessPool(f"{__name__}:make_resetter", size=1, say=functools.partial(_say, name))
     try:
-        return pool.call(name, json.loads(parameters), limit_s, seeds, deadline_s=LOAD_TIMEOUT_S)
+        with closing(ProcessPool(f"{__name__}:make_resetter", size=1, say=log_as(name))) as pool:
+            return pool.call(name, json.loads(parameters), limit_s, seeds, deadline_s=LOAD_TIMEOUT_S)
     except (CallFailed, CallLost) as error:
         raise ValueError(" ".join(str(error).removeprefix("PluginError: ").split())) from None
-    finally:
-        pool.close()
-
-
-def _say(name: str, line: str) -> None:
-    log.info("%s: %s", name, line)
 
 
 # ---- in the processes

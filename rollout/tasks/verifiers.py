@@ -9,7 +9,6 @@ as behind `--env.` in the library: taskset.split=train, agent.max_turns=4. Rows 
 import contextlib
 import copy
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import json
@@ -24,16 +23,14 @@ from typing import Any, Literal
 from rollout.module_search import search_here
 from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.killable_rewards import missing
-from rollout.processes.pool import ProcessPool
-from rollout.tasks.parameters import SIZE, parse
+from rollout.processes.pool import ProcessPool, log_as
+from rollout.tasks.parameters import HELD_OUT, SIZE, is_held_out, parse
 
 log = logging.getLogger(__name__)
 
 SOURCE = "verifiers:"
 LOAD_TIMEOUT_S = 1800.0
 """How long a data set may take to load; it may be fetched from a hub."""
-HELD_OUT = 10
-"""Where an environment has no splits, one task in 10 belongs to evaluation, by its hash."""
 CHAT = "flagpost_chat"
 """The harness of an agent that brings none: it asks for replies, with the environment's tools at hand."""
 MOST_TURNS = 100
@@ -58,7 +55,7 @@ def verifiers_tasks(text: str, *, split: Literal["train", "eval"]) -> list[dict[
     tasks = [
         _task(name, parameters, number, row)
         for number, row in enumerate(rows)
-        if has_splits or _is_held_out(row["key"]) == (split == "eval")
+        if has_splits or is_held_out(row["key"]) == (split == "eval")
     ]
     if not tasks:
         hint = f" (one row in {HELD_OUT} is for evaluation; eval.interval=0 needs none)"
@@ -92,26 +89,16 @@ def why_missing(name: str) -> str | None:
     )
 
 
-def _is_held_out(key: str) -> bool:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") % HELD_OUT == 0
-
-
 @functools.lru_cache(maxsize=8)
 def _loaded(name: str, parameters: str, split: str) -> tuple[list[dict[str, Any]], bool]:
-    pool = ProcessPool("rollout.tasks.verifiers:make_loader", size=1, say=functools.partial(_say, name))
     try:
-        rows, has_splits = pool.call(name, json.loads(parameters), split, deadline_s=LOAD_TIMEOUT_S)
+        with contextlib.closing(ProcessPool(f"{__name__}:make_loader", size=1, say=log_as(name))) as pool:
+            rows, has_splits = pool.call(name, json.loads(parameters), split, deadline_s=LOAD_TIMEOUT_S)
     except CallFailed as error:
         raise ValueError(" ".join(str(error).removeprefix("ValueError: ").split())) from None
     except CallLost as error:
         raise ValueError(f"{name} could not be loaded: {error}") from None
-    finally:
-        pool.close()
     return rows, has_splits
-
-
-def _say(name: str, line: str) -> None:
-    log.info("%s: %s", name, line)
 
 
 def _task(name: str, parameters: dict[str, Any], number: int, row: dict[str, Any]) -> dict[str, Any]:

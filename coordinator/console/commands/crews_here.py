@@ -6,7 +6,6 @@ its lines and signals, and starts it in another crew when the master's machine h
 
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from coordinator.journal import logs
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_devices, count_gpus
+from coordinator.machine.run_command import node_command, run_command
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement
@@ -150,9 +150,7 @@ def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement:
             return crews
         known = placement_records.device_counts(request.root).keys()
         absent = sorted(set(range(placement.num_nodes)) - known)
-        path = shlex.quote(str(request.root))
-        roles = [f"--worker {rank}" if rank else "--master" for rank in absent]
-        commands = "; ".join(f"run {role} --log-path {path}" for role in roles)
+        commands = "; ".join(node_command(request.root, rank) for rank in absent)
         awaited = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
         if waited_s >= said_s + SAY_AGAIN_S:
             said_s = waited_s
@@ -170,7 +168,7 @@ def _command(
     role += ["--accept-code-change"] if request.accept_code_change and overrides and not request.rank else []
     role += ["--allow-shared-dir"] if request.allow_shared_dir else []
     options = ["--log-path", str(request.root), "--crew", crew, "--placed-as", placement.to_json()]
-    return [sys.executable, "-P", "-m", "coordinator.cli", *options, *role, *as_overrides(overrides)]
+    return run_command(*options, *role, *as_overrides(overrides))
 
 
 def _visible(place: Place) -> dict[str, str]:

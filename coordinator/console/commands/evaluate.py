@@ -19,6 +19,7 @@ from coordinator.console.commands.interrupts import Interrupts
 from coordinator.console.commands.local import as_overrides, follow
 from coordinator.console.views.run import Run
 from coordinator.console.views.scores import INTERVAL, Score
+from coordinator.console.views.status_text import table
 from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import SCORES
 from coordinator.journal.control_characters import plain
@@ -221,11 +222,4 @@ def _table(scores: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for k, rate in entry["pass_at"].items():
             if k != "1":
                 rows.append((f"  pass@{k}", "", "", f"{rate:.3f}", "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if column in (0, 3) else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return table(zip(*rows, strict=True), {"tasks", "samples", "length", "truncated"})

@@ -7,7 +7,6 @@ published file. The new directory gets its name when it is whole.
 import errno
 import json
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +17,10 @@ from typing import Any
 
 from coordinator.directory import published
 from coordinator.directory.file_names import parse_iteration_name
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import MASTER, RunDir
 from coordinator.directory.published import Incomplete
 from coordinator.keeping.trainer_states import saved_in_background
+from coordinator.machine.run_command import node_command
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, claim_stopped
 from coordinator.protocol.snapshot import whole_board
@@ -87,7 +87,7 @@ def summary(forked: Forked, iteration: int, target: Path) -> str:
     """Return the message about a fork: how large it is, and how to go on."""
     copied = f", {forked.copied_bytes / 1e6:,.0f} MB of them copied" if forked.copied_bytes else " in links"
     size = f"{forked.files} files, {forked.bytes / 1e6:,.0f} MB{copied}"
-    command = f"run --master --log-path {shlex.quote(str(target))}"
+    command = node_command(target, MASTER)
     return (
         f"{target} goes on at iteration {iteration}: {size}\nstart it with the settings to change: {command}"
     )

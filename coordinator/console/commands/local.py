@@ -20,6 +20,7 @@ from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_devices
+from coordinator.machine.run_command import run_command
 from coordinator.node.messages import STARTED_BY
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
@@ -81,7 +82,7 @@ def _run_local(children: Children, request: StartRequest) -> int:
             if rank == 1:
                 _await_placement(root, placement, started[0], interrupts)
             role = ["--worker", str(rank)] if rank else ["--master", *arguments]
-            argv = [sys.executable, "-P", "-m", "coordinator.cli", "--log-path", str(root), *role, *shared]
+            argv = run_command("--log-path", str(root), *role, *shared)
             started.append(children.start(f"node-{rank}", argv, env=environment, echo=echo))
         codes = follow(started, interrupts)
         children.close()

@@ -15,6 +15,7 @@ from typing import Any
 from coordinator.console.report import charts, curves, faults, figures, figures_of_time, samples, summary
 from coordinator.console.report.sources import CrewEvents, newest_record, read_crews
 from coordinator.console.report.timeline import Span
+from coordinator.console.report.values import duration
 from coordinator.console.views.crew_status import crew_dirs
 from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.run import Run
@@ -90,7 +91,7 @@ def _fill(template: str, contents: dict[str, Any]) -> str:
     script = (Path(__file__).parent / "readout.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     filters: dict[str, Any] = environment.filters  # pyright: ignore
-    filters |= {"duration": summary.duration, "number": charts.number_text, "json": json.dumps, "gpus": _gpus}
+    filters |= {"duration": duration, "number": charts.number_text, "json": json.dumps, "gpus": _gpus}
     return environment.get_template(template).render(**contents, script=script, script_digest=digest)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from coordinator.console.report.timeline import IDLE, Bar, Span, Timeline, Timelines
-from coordinator.console.views.status_text import duration
+from coordinator.console.report.values import duration
 from coordinator.protocol.phase import Phase
 
 LAST = 10
@@ -58,18 +58,18 @@ def what_would_balance(rollout: CrewFigures, train: CrewFigures, max_async_level
     """Say in sentences what an iteration costs now, and what other devices would change."""
     total = rollout.devices + train.devices
     text = (
-        f"Generation takes {_seconds(rollout.seconds)} an iteration on {_devices(rollout.devices)}, training "
-        f"{_seconds(train.seconds)} on {_devices(train.devices)} (medians of the last iterations). "
+        f"Generation takes {duration(rollout.seconds)} an iteration on {_devices(rollout.devices)}, training "
+        f"{duration(train.seconds)} on {_devices(train.devices)} (medians of the last iterations). "
     )
     together_s = max(rollout.seconds, train.seconds)
     if max_async_level == 0:
         sum_s = rollout.seconds + train.seconds
         return (
             f"{text}With --max-async-level 0 the crews take turns, so an iteration costs the sum, "
-            f"{_seconds(sum_s)}; with --max-async-level 1 it would cost the longer of the two, "
-            f"{_seconds(together_s)}."
+            f"{duration(sum_s)}; with --max-async-level 1 it would cost the longer of the two, "
+            f"{duration(together_s)}."
         )
-    text += f"An iteration costs the longer of the two, {_seconds(together_s)}. "
+    text += f"An iteration costs the longer of the two, {duration(together_s)}. "
 
     def cost_s(generating: int) -> float:
         return max(rollout.with_devices(generating), train.with_devices(total - generating))
@@ -78,7 +78,7 @@ def what_would_balance(rollout: CrewFigures, train: CrewFigures, max_async_level
     if cost_s(best) < (1 - WORTH) * together_s:
         return (
             f"{text}If both scale linearly with their devices, {_devices(best)} for generation and "
-            f"{total - best} for training would be best: {_seconds(cost_s(best))}."
+            f"{total - best} for training would be best: {duration(cost_s(best))}."
         )
     slower, work = (rollout, "generation") if rollout.seconds >= train.seconds else (train, "training")
     other_s = min(rollout.seconds, train.seconds)
@@ -87,12 +87,8 @@ def what_would_balance(rollout: CrewFigures, train: CrewFigures, max_async_level
     more_s = max(slower.with_devices(slower.devices + 1), other_s)
     return (
         f"{text}No other split of the {_devices(total)} is faster; one more for {work} would make it "
-        f"{_seconds(more_s)}, if that scales linearly."
+        f"{duration(more_s)}, if that scales linearly."
     )
-
-
-def _seconds(seconds: float) -> str:
-    return duration(seconds, digits=1)
 
 
 def _devices(count: int) -> str:

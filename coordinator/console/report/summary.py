@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.console.report.curves import points
 from coordinator.console.report.figures import Balance
-from coordinator.console.report.values import phases_s
+from coordinator.console.report.values import duration, phases_s
 from coordinator.console.views import status_text
 from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import history
@@ -92,11 +92,6 @@ def _change(label: str, values: Sequence[tuple[int, float]], margin: str = "") -
 
 def _has(line: Mapping[str, Any], *names: str) -> bool:
     return all(is_number(line.get(name)) for name in names)
-
-
-def duration(seconds: float) -> str:
-    """`4.1 s`: many phases take less than a second."""
-    return status_text.duration(seconds, digits=1)
 
 
 def nodes_text(count: int) -> str:

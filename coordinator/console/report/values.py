@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.console.views import status_text
 from coordinator.console.views.heartbeats import is_number
 from coordinator.protocol.phase import spent_s
 
@@ -16,6 +17,11 @@ def seconds_of(line: Mapping[str, Any], name: str) -> float:
 def phases_s(line: Mapping[str, Any]) -> float:
     """Return the seconds of an iteration's phases on the master, without those of its interruptions."""
     return spent_s(numbers(line, "phase_seconds"), numbers(line, "idle_seconds"))
+
+
+def duration(seconds: float) -> str:
+    """`4.1 s`: many phases take less than a second."""
+    return status_text.duration(seconds, digits=1)
 
 
 def numbers(line: Mapping[str, Any], name: str) -> dict[str, float]:

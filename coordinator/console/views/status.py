@@ -1,6 +1,5 @@
 """Read the state of a run from its directory; any process may do so at any time, and nothing is written."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from coordinator.console.views.crew_status import GOING, crew_dirs
 from coordinator.directory import published
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.metrics_file import MetricsFile
+from coordinator.machine.run_command import node_command
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import ONE_CREW, Placement, device_counts, read_placement
 from coordinator.protocol.snapshot import ranks_text
@@ -97,10 +97,9 @@ def _refuse_unsaid(root: Path, placement: Placement) -> None:
     """Raise SettingsError while the crews are not known: a machine has not said how many devices it has."""
     unsaid = sorted(set(range(placement.num_nodes)) - device_counts(root).keys()) if placement.place else []
     if unsaid:
-        role = f"--worker {unsaid[0]}" if unsaid[0] else "--master"
         raise SettingsError(
             f"--log-path {root}: the run waits for {ranks_text(unsaid)} to say what devices there are; on "
-            f"the machine of rank {unsaid[0]}: run {role} --log-path {shlex.quote(str(root))}"
+            f"the machine of rank {unsaid[0]}: {node_command(root, unsaid[0])}"
         )
 
 

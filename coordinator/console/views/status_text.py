@@ -1,7 +1,6 @@
 """The state of a run in words, for `run status` and for the live view. Pure."""
 
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import scores
 from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
+from coordinator.machine.run_command import node_command
 from coordinator.node.position import GATHERING, UNITS
 from coordinator.settings.number_ranges import iterations_text
 
@@ -121,18 +121,16 @@ def repairs(status: Status, root: Path) -> list[str]:
     """For each node that the run waits for, say why it did not start, and give the command that brings it
     there.
     """
-    path = shlex.quote(str(root))
     lines: list[str] = []
     for crew in status["crews"]:
         for node in crew["nodes"] if crew["state"] == "holding" else ():
             if node["state"] == "alive" or node["rank"] not in crew["waiting_for"]:
                 continue
-            role = f"--worker {node['rank']}" if node["rank"] != MASTER else "--master"
             lines += [node["error"]] if node.get("error") else []
             place = f"on {node['host']}" if node["host"] else "on its machine"
             was_there = node["state"] != "never_seen"
             purpose = f"to bring {node['name']} back" if was_there else f"to start {node['name']}"
-            lines.append(f"{purpose}, {place}: run {role} --log-path {path}")
+            lines.append(f"{purpose}, {place}: {node_command(root, node['rank'])}")
     return lines
 
 
@@ -198,11 +196,10 @@ def render(status: Status, root: Path) -> str:
     nodes = nodes_of(status)
     crews: list[Status] = status["crews"]
     columns = [
-        _column(title, cells)
+        [title, *cells]
         for title, cell in CELLS.items()
         if any(cells := [cell(node) for node in nodes]) and (title != "crew" or len(crews) > 1)
     ]
-    table = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
     epoch = f" (epoch {status['epoch']})"
     places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0])]))]
     if len(crews) > 1:
@@ -216,7 +213,7 @@ def render(status: Status, root: Path) -> str:
         *places,
         *repairs(status, root),
         "",
-        *table,
+        *table(columns, RIGHT),
         *(["", last] if last else []),
     ]
     return "\n".join(lines)
@@ -241,10 +238,15 @@ def _silence(node: Node) -> str:
     return f"{node['silent_s']:.1f} s" if node["state"] in {"alive", "silent"} else ""
 
 
-def _column(title: str, cells: Sequence[str]) -> list[str]:
-    """Pad title and cells to one width."""
-    width = max(map(len, [title, *cells]))
-    return [f"{text:{'>' if title in RIGHT else '<'}{width}}" for text in (title, *cells)]
+def table(columns: Iterable[Sequence[str]], right: Collection[str]) -> list[str]:
+    """Return the lines of a table. Each column begins with its title; those that `right` names are aligned
+    there.
+    """
+    padded: list[list[str]] = []
+    for cells in columns:
+        width, side = max(map(len, cells)), ">" if cells[0] in right else "<"
+        padded.append([f"{cell:{side}{width}}" for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 CELLS: dict[str, Callable[[Node], str]] = {

@@ -1,6 +1,7 @@
 """Try in a process of its own whether a model can be shown pictures: that takes torch."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from rollout.engines.model_dir import companions, copied
@@ -17,13 +18,11 @@ def why_no_pictures(model_dir: Path) -> str:
     """Return why the model of a directory cannot be shown pictures, in one line; empty if nothing speaks
     against it before its weights are loaded.
     """
-    pool = ProcessPool(f"{__name__}:trying", size=1)
     try:
-        return pool.call(str(model_dir), deadline_s=DEADLINE_S)
+        with closing(ProcessPool(f"{__name__}:trying", size=1)) as pool:
+            return pool.call(str(model_dir), deadline_s=DEADLINE_S)
     except (CallFailed, CallLost) as error:
         return f"trying it failed: {error}"
-    finally:
-        pool.close()
 
 
 def trying() -> Callable[[str], str]:

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 from rollout.engine_places import Meter, Place
 from rollout.engines.client import EngineClient
 from rollout.environments.segments import Segment
-from rollout.environments.self_teacher import SelfTeacher
 from rollout.finished_groups import FinishedGroups
-from rollout.group_maker import GroupMaker, Recipe
+from rollout.group_maker import GroupMaker, Recipe, teachers_of
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import InFlight, ListedSlots, SlotSource
@@ -84,11 +83,7 @@ class GroupCollector:
         tally: Tally | None = None,
     ) -> None:
         self._tally = tally or Tally(log)
-        self._teachers: dict[str | None, Teacher | SelfTeacher] = {
-            source: Teacher(name) for source, name in settings.teachers.items()
-        }
-        if settings.teacher is not None:
-            self._teachers[None] = SelfTeacher.from_settings(settings) or Teacher(settings.teacher)
+        self._teachers = teachers_of(settings)
         self._makers = {
             kind: GroupMaker(client, recipe, settings, self._tally, segment, self._teachers)
             for kind, recipe in recipes.items()

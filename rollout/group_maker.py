@@ -215,3 +215,13 @@ def _first_cause(error: BaseException) -> BaseException:
     if isinstance(error, BaseExceptionGroup):
         return _first_cause((error.subgroup(EngineError) or error).exceptions[0])
     return error
+
+
+def teachers_of(settings: RolloutSettings) -> dict[str | None, Teacher | SelfTeacher]:
+    """Return the teachers by the source of the tasks that they are for; None: of all other tasks."""
+    teachers: dict[str | None, Teacher | SelfTeacher] = {
+        source: Teacher(name) for source, name in settings.teachers.items()
+    }
+    if settings.teacher is not None:
+        teachers[None] = SelfTeacher.from_settings(settings) or Teacher(settings.teacher)
+    return teachers

@@ -82,12 +82,12 @@ def what_is_there(run_dir: RunDir) -> str:
     return f" ({'no run has begun' if is_there else 'nothing is'} there{run_hint})"
 
 
-def patience(timeout_s: float) -> Iterator[float]:
-    """Yield the seconds waited so far, each a little later, until `timeout_s`."""
+def patience(timeout_s: float, least_s: float = 0.01) -> Iterator[float]:
+    """Yield the seconds waited so far, each at least `least_s` later, until `timeout_s`."""
     started_s = time.monotonic()
     yield 0.0
     while (waited_s := time.monotonic() - started_s) < timeout_s:
-        time.sleep(min(max(0.05 * waited_s, 0.01), 0.5))
+        time.sleep(min(max(0.05 * waited_s, least_s), 0.5))
         yield waited_s
 
 

@@ -30,12 +30,13 @@ from coordinator.journal.events import versions
 from coordinator.machine import network
 from coordinator.machine.gpus import count_gpus
 from coordinator.protocol.fresh_listing import FreshListing
-from coordinator.settings.cluster import ClusterSettings
+from coordinator.start.wait_for_master import patience
 from rollout.storage import files
 
 STEP_S = 240.0
 """How long a step may take: a listing may be 60 s old on the way there and on the way back."""
-POLL_MAX_S = ClusterSettings().poll_max_s
+PAUSE_S = 0.001
+"""The shortest pause between two looks; the measured delays must not be that of the looking."""
 WORK = ".work"
 """The end of the name of a directory for one process."""
 
@@ -67,15 +68,6 @@ def whoami() -> dict[str, Any]:
         "versions": versions(),
         "gpus": count_gpus(),
     }
-
-
-def poll(limit_s: float) -> Iterator[None]:
-    """Pause like the waiting nodes of a run, until `limit_s` have passed."""
-    started_s = time.monotonic()
-    yield
-    while (waited_s := time.monotonic() - started_s) < limit_s:
-        time.sleep(min(max(0.05 * waited_s, 0.001), POLL_MAX_S))
-        yield
 
 
 def say(path: Path, document: Mapping[str, Any]) -> None:
@@ -116,7 +108,7 @@ class Host:
 
     def gather(self, limit_s: float) -> set[int]:
         """Wait until all have come, at most `limit_s`, and begin; return the ranks that are missing."""
-        for _ in poll(limit_s):
+        for _ in patience(limit_s, PAUSE_S):
             if not self.absent():
                 break
         self._begin("members", {"members": {rank: member["token"] for rank, member in self.members.items()}})
@@ -133,7 +125,7 @@ class Host:
         meanwhile()
         answers: dict[int, Answer] = {}
         awaited = self.members.keys() - {MASTER}
-        for _ in poll(STEP_S):
+        for _ in patience(STEP_S, PAUSE_S):
             names = self.listings.names(self._directory)
             for rank in awaited - answers.keys():
                 name = f"{self._session}.s{self._step:04d}.r{rank:04d}"
@@ -194,7 +186,7 @@ class DoctorGuest:
         DoctorError after `limit_s` without rank 0, or when it goes on without this node.
         """
         greeted: set[str] = set()
-        for _ in poll(limit_s + STEP_S):
+        for _ in patience(limit_s + STEP_S, PAUSE_S):
             names = self._names()
             greeted |= {self._greet(session) for session in _open_sessions(names) - greeted}
             for session in greeted:
@@ -214,7 +206,7 @@ class DoctorGuest:
         gone."""
         while True:
             self._step += 1
-            for _ in poll(2 * STEP_S):
+            for _ in patience(2 * STEP_S, PAUSE_S):
                 names = self._names()
                 step = self._hear_listed(f"{self._session}.s{self._step:04d}", names)
                 if step is not None:

@@ -5,7 +5,7 @@
 import re
 import urllib.parse
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -29,14 +29,22 @@ TEMPLATE_ARGUMENTS = (
     *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
 )
 """What engines themselves hand to a chat template, or to the tokenizer that applies it."""
-JOIN = " + "
-"""Joins the rewards of a run in the setting `reward`."""
+JOIN, BESIDE = " + ", " | "
+"""Join the rewards that are added up, in the setting `reward`; and that with the rewards of sources."""
 
 
 def _joined(value: Any) -> Any:
     """Return several rewards, each a text, as one text: it names them in all documents of a run."""
     is_several = isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value)
     return JOIN.join(value) if is_several else value
+
+
+def _each_joined(value: Any) -> Any:
+    """Return the rewards of sources, each as one text."""
+    if not isinstance(value, dict):
+        return value
+    table = cast("dict[str, Any]", value)
+    return {source: _joined(reward) for source, reward in table.items()}
 
 
 class RolloutSettings(Settings):
@@ -127,6 +135,8 @@ class RolloutSettings(Settings):
     """exact, numeric, regex, length, math, reasoning_gym, code, module:function, http://HOST:PORT/PATH, or
     judge:URL,model=NAME. Several are added up, each with its weight: --reward math=1 --reward length=-0.1, in
     a file ["math=1", "length=-0.1"]."""
+    rewards: Annotated[dict[str, str], BeforeValidator(_each_joined)] = {}
+    """The reward of a source's tasks (`ratio_field`), as `reward`; others have that."""
     teacher: str | None = None
     """http://HOST:PORT/v1, a server with another model and the same tokenizer, which gives its logprobs of
     the samples' tokens (trainer.algorithm=distill). self:FIELD: the policy itself, with this field of the
@@ -139,6 +149,23 @@ class RolloutSettings(Settings):
     environment: str = "single_turn"
     """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
     labelled (for kto), verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
+
+    @property
+    def scoring(self) -> str:
+        """`reward` and those of sources as one text, which names them in all documents of a run."""
+        of_sources = [f"{self.ratio_field}={name}: {self.rewards[name]}" for name in sorted(self.rewards)]
+        return BESIDE.join([self.reward, *of_sources])
+
+    @field_validator("rewards")
+    @classmethod
+    def _check_rewards(cls, rewards: dict[str, str]) -> dict[str, str]:
+        """Refuse a source whose name would end it in `scoring`."""
+        for source, reward in rewards.items():
+            if BESIDE in f"{source}{reward}" or ": " in source or not source:
+                raise ValueError(
+                    f"rollout.rewards.{source}: a source has no ': ' and no '{BESIDE}' in its name"
+                )
+        return rewards
 
     @field_validator("teacher")
     @classmethod
@@ -210,7 +237,7 @@ class EvalSetSettings(Settings):
         """
         inherited = {
             "columns": {} if self.tasks.startswith(GENERATED) else columns,
-            "reward": rollout.reward,
+            "reward": rollout.scoring,
             "environment": rollout.environment,
             "samples_per_task": evaluation.samples_per_task,
             "temperature": evaluation.temperature,

@@ -5,6 +5,7 @@ a short name of the setting.
 """
 
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -67,6 +68,8 @@ KINDS = {
     Any: "anything",
 }
 ANY_NAME = "NAME"
+ALIKE = re.compile(r"The \w+'s `[\w.]+`\.")
+"""The docstring of a setting of a table that is `null` for what holds elsewhere, and no different."""
 SIGNS: dict[type, tuple[str, str]] = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 
 
@@ -96,8 +99,12 @@ def section(prefix: str, model: type[BaseModel]) -> str:
     """Return a heading, the model's docstring, and the table."""
     meanings = docstrings(model)
     rows = ["| setting | type | default | meaning | option |", "|---|---|---|---|---|"]
+    alike: list[str] = []
     for name, field in model.model_fields.items():
         if is_section(field.annotation):
+            continue
+        if ALIKE.fullmatch(meanings.get(name, "")) and field.default is None:
+            alike.append(name)
             continue
         key = f"{prefix}.{name}" if prefix else name
         option = f"`{option_name(key)}`" if key in OPTIONS else ""
@@ -105,6 +112,8 @@ def section(prefix: str, model: type[BaseModel]) -> str:
         kind = type_words(field.annotation, field.metadata)
         rows.append(f"| `{key}` | {kind} | {default(key, field.default)} | {meaning} | {option} |")
     about = " ".join(inspect.cleandoc(model.__doc__ or "").split())
+    if alike:
+        rows += ["", f"Also, as the setting of that name: {', '.join(f'`{name}`' for name in alike)}."]
     return "\n".join([f"## {prefix or 'The run'}", "", about, "", *rows, ""])
 
 

@@ -18,21 +18,75 @@ ALONE = ("one", "zero", "label")
 """Values of `advantage` that compare nothing within a group."""
 
 
+Advantage = Literal[
+    "centred",
+    "standardised",
+    "leave_one_out",
+    "success",
+    "whitened",
+    "decoupled",
+    "one",
+    "zero",
+    "pair",
+    "label",
+]
+Ratio = Literal["token", "sequence"]
+Clip = Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"]
+Aggregation = Literal["token", "sequence", "sum", "constant"]
+Correction = Literal["off", "truncated", "masked"]
+Estimate = Literal["off", "k1", "k2", "k3"]
+Overlong = Literal["keep", "penalise", "drop"]
+ClipBound = Annotated[float, Field(ge=0)]
+OF_LOSS = (
+    *("ratio", "clip", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coefficient"),
+    *("engine_correction", "engine_correction_cap", "engine_sequence_cap"),
+)
+"""The settings of a source that the loss of its tokens depends on; the others make the batch."""
+
+
 class SourceSettings(Settings):
     """How the samples of tasks with this value of `rollout.ratio_field` differ. What is not given is as in
-    `trainer`.
+    `trainer`, or as in the source's own preset.
     """
 
     weight: Annotated[float, Field(gt=0)] = 1.0
     """What their advantages are multiplied by."""
-    advantage: Literal["centred", "standardised", "leave_one_out", "success", "whitened", "one"] | None = None
-    """The source's `trainer.advantage`; whitened over its tokens."""
+    algorithm: str | None = None
+    """The source's `trainer.algorithm`; its values hold for all settings down to `kl_coefficient`."""
+    advantage: Advantage | None = None
+    """The source's `trainer.advantage`; whitened over its tokens. Not pair or label."""
     keep_flat_groups: bool | None = None
     """The source's `trainer.keep_flat_groups`."""
-    overlong: Literal["keep", "penalise", "drop"] | None = None
+    overlong: Overlong | None = None
     """The source's `trainer.overlong`."""
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The source's `trainer.overlong_buffer`."""
     reward_threshold: float | None = None
     """The source's `trainer.reward_threshold`."""
+    ratio: Ratio | None = None
+    """The source's `trainer.ratio`."""
+    clip: Clip | None = None
+    """The source's `trainer.clip`."""
+    clip_low: ClipBound | None = None
+    """The source's `trainer.clip_low`."""
+    clip_high: ClipBound | None = None
+    """The source's `trainer.clip_high`."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """The source's `trainer.dual_clip`."""
+    aggregation: Aggregation | None = None
+    """The source's `trainer.aggregation`; what it divides by counts all sources."""
+    engine_correction: Correction | None = None
+    """The source's `trainer.engine_correction`."""
+    engine_correction_cap: Annotated[float, Field(gt=0)] | None = None
+    """The source's `trainer.engine_correction_cap`."""
+    engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
+    """The source's `trainer.engine_sequence_cap`."""
+    kl: Estimate | None = None
+    """The source's `trainer.kl`."""
+    kl_to: Literal["base", "teacher"] | None = None
+    """The source's `trainer.kl_to`; the same for all sources with KL."""
+    kl_coefficient: Annotated[float, Field(ge=0)] | None = None
+    """The source's `trainer.kl_coefficient`."""
 
 
 class LossSettings(Settings):
@@ -41,21 +95,7 @@ class LossSettings(Settings):
     algorithm: str = "default"
     """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
     are given themselves."""
-    advantage: Annotated[
-        Literal[
-            "centred",
-            "standardised",
-            "leave_one_out",
-            "success",
-            "whitened",
-            "decoupled",
-            "one",
-            "zero",
-            "pair",
-            "label",
-        ],
-        Mark.SHAPES_BATCH,
-    ] = "centred"
+    advantage: Annotated[Advantage, Mark.SHAPES_BATCH] = "centred"
     """How a reward r becomes an advantage. centred: r - mean of its group; standardised: that over the
     group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
     (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
@@ -74,24 +114,24 @@ class LossSettings(Settings):
     sample (beta of DPO and KTO)."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """With advantage=label: what a bad sample's loss weighs; a good one's weighs 1 (KTO)."""
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Ratio = "token"
     """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
-    clip: Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"] = "ppo"
+    clip: Clip = "ppo"
     """What is done with the ratio. ppo: PPO's clip; dual: that with a floor (`dual_clip`); cispo: CISPO's
     clip; soft: SAPO's gate; geometric: GMPO's mean of clipped ratios; divergence: DPPO's bounds of the
     probability; none: nothing; likelihood: there is no ratio, A log pi."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_low: ClipBound = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    clip_high: ClipBound = 0.28
     """The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476); with clip=geometric its
     logarithm to [-clip_low, clip_high]. With clip=divergence no
     gradient leads a token's probability further than that below or above the engine's."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
-    aggregation: Literal["token", "sequence", "sum", "constant"] = "token"
+    aggregation: Aggregation = "token"
     """token: mean over all tokens of an optimizer step; sequence, sum: mean over sequences of the mean, or
     the sum, over their tokens; constant: the sum over all, divided by sequences x rollout.max_tokens."""
-    engine_correction: Literal["off", "truncated", "masked"] = "truncated"
+    engine_correction: Correction = "truncated"
     """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine. off: 1;
     truncated: min(w, cap); masked: w, but 0 above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
@@ -99,7 +139,7 @@ class LossSettings(Settings):
     engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
     """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
     this or below its inverse, e.g. 1.01; null: none."""
-    kl: Annotated[Literal["off", "k1", "k2", "k3"], Mark.SHAPES_BATCH] = "off"
+    kl: Annotated[Estimate, Mark.SHAPES_BATCH] = "off"
     """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
     kl_to: Annotated[Literal["base", "teacher"], Mark.SHAPES_BATCH] = "base"
     """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
@@ -120,7 +160,7 @@ class LossSettings(Settings):
     """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
     computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
     trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
-    overlong: Annotated[Literal["keep", "penalise", "drop"], Mark.SHAPES_BATCH] = "keep"
+    overlong: Annotated[Overlong, Mark.SHAPES_BATCH] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
     overlong_buffer: Annotated[float, Field(gt=0, le=1), Mark.SHAPES_BATCH] = 0.2
@@ -140,16 +180,41 @@ class LossSettings(Settings):
 
     def of_source(self, name: str) -> Self:
         """Return the settings for the samples of a source."""
-        source = self.sources.get(name, SourceSettings())
+        source = self.sources.get(name)
+        if source is None:
+            return self.model_copy(update={"sources": {}})
         overrides = {
             key: value for key, value in source.model_dump(exclude={"weight"}).items() if value is not None
         }
+        if source.algorithm is not None:
+            defaults = {
+                key: LossSettings.model_fields[key].default
+                for key in SourceSettings.model_fields
+                if key not in ("weight", "algorithm")
+            }
+            preset = {key: value for key, value in PRESETS[source.algorithm]().items() if key in defaults}
+            overrides = {**defaults, **preset, **overrides}
         return self.model_copy(update={"sources": {}, **overrides})
+
+    @property
+    def of_all_sources(self) -> list[Self]:
+        """The settings for the samples of each source, first of those that have none of their own."""
+        return [self.of_source(""), *map(self.of_source, self.sources)]
+
+    @property
+    def reference(self) -> Literal["base", "teacher"] | None:
+        """What KL compares the policy with, in the samples of any source; None: with nothing."""
+        return next((each.kl_to for each in self.of_all_sources if each.kl != "off"), None)
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the model that the run started from."""
-        return (self.kl != "off" and self.kl_to == "base") or self.weighs_samples
+        return self.reference == "base" or self.weighs_samples
+
+    @property
+    def corrects_for_age(self) -> bool:
+        """Whether the loss allows for samples of an older policy."""
+        return self.engine_correction != "off" or self.clip == "likelihood"
 
     @property
     def weighs_samples(self) -> bool:
@@ -158,8 +223,8 @@ class LossSettings(Settings):
 
     @property
     def teaches_flat_groups(self) -> bool:
-        """Whether the loss has a gradient where all advantages are 0."""
-        return self.kl != "off" or self.rewards_entropy
+        """Whether the loss has a gradient where all advantages are 0, in the samples of any source."""
+        return self.reference is not None or self.rewards_entropy
 
     @property
     def rewards_entropy(self) -> bool:
@@ -221,12 +286,29 @@ class LossSettings(Settings):
                 f"trainer.sources.{min(self.sources)} with trainer.{setting}: that is computed in the "
                 "training, which knows no sources; leave one of them out"
             )
-        for name in self.sources:
+        for name, source in self.sources.items():
             try:
-                type(self).model_validate(self.of_source(name).model_dump())
-            except ValidationError as error:
-                reason = error.errors()[0].get("ctx", {}).get("error", error)
+                _refuse_unknown(source.algorithm or "default")
+                of_source = self.of_source(name)
+                type(self).model_validate(of_source.model_dump())
+                if of_source.weighs_samples:
+                    raise ValueError(
+                        f"trainer.advantage={of_source.advantage} compares the samples of a step with each "
+                        "other, which may be of any source; give it to all, as trainer.algorithm"
+                    )
+            except (ValidationError, ValueError) as error:
+                reason = (
+                    error.errors()[0].get("ctx", {}).get("error", error)
+                    if isinstance(error, ValidationError)
+                    else error
+                )
                 raise ValueError(f"trainer.sources.{name}: {reason}") from None
+        compared = {each.kl_to for each in self.of_all_sources if each.kl != "off"}
+        if len(compared) > 1:
+            raise ValueError(
+                "trainer.sources: KL to the base model for some and to the teacher for others; give all with "
+                "KL the same trainer.kl_to"
+            )
         return self
 
     @model_validator(mode="before")
@@ -235,10 +317,16 @@ class LossSettings(Settings):
         if not isinstance(values, Mapping):
             return values
         name = values.get("algorithm", "default")
-        if not isinstance(name, str) or name not in PRESETS:
-            word = str(name).lower()
-            near = difflib.get_close_matches(word, PRESETS, n=1)
-            advice = f"; did you mean {near[0]}?" if near else ""
-            advice = f"; {CRITICS}" if word in ("ppo", "gae", "vapo") else advice
-            raise ValueError(f"trainer.algorithm={name}: there is {', '.join(PRESETS)}{advice}")
+        _refuse_unknown(name)
         return {**PRESETS[name](), **values}
+
+
+def _refuse_unknown(algorithm: Any) -> None:
+    """Raise ValueError for the name of no preset."""
+    if isinstance(algorithm, str) and algorithm in PRESETS:
+        return
+    word = str(algorithm).lower()
+    near = difflib.get_close_matches(word, PRESETS, n=1)
+    advice = f"; did you mean {near[0]}?" if near else ""
+    advice = f"; {CRITICS}" if word in ("ppo", "gae", "vapo") else advice
+    raise ValueError(f"trainer.algorithm={algorithm}: there is {', '.join(PRESETS)}{advice}")

@@ -153,7 +153,8 @@ def _verifies(run_dir: RunDir, iteration: int, batch_json: dict[str, Any]) -> bo
 
 def _weights(settings: RunSettings, origin: Origin) -> dict[str, float] | None:
     """Return the weights of the rewards that samples of this origin have, if the batch needs them."""
-    return weights_by_title(origin.reward.name) if settings.trainer.advantage == "decoupled" else None
+    is_decoupled = any(each.advantage == "decoupled" for each in settings.trainer.of_all_sources)
+    return weights_by_title(origin.reward.name) if is_decoupled else None
 
 
 def _task_sources(

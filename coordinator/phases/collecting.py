@@ -167,7 +167,8 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
 
 def _engine(node: Node, share: Share) -> EngineAddress:
     engine, trainer = node.settings.engine, node.settings.trainer
-    base, is_corrected = node.policies.policy_of(0).directory, trainer.engine_correction != "off"
+    base = node.policies.policy_of(0).directory
+    is_corrected = all(each.engine_correction != "off" for each in trainer.of_all_sources)
     return EngineAddress(
         node.engine.url,
         node.engine.model,

@@ -80,7 +80,7 @@ def _older_samples_are_corrected(settings: SettingFields) -> None:
         settings.trainer,
     )
     option = f"--max-async-level {level}" if level else f"rollout.segment_tokens={segment}"
-    if (level or segment) and trainer.engine_correction == "off" and trainer.clip != "likelihood":
+    if (level or segment) and not all(each.corrects_for_age for each in trainer.of_all_sources):
         raise ValueError(
             f"{option} trains on samples of older policies, for which trainer."
             "engine_correction=off does not correct; use truncated or masked, or leave one of them out"
@@ -163,7 +163,14 @@ def _groups_have_advantages(settings: SettingFields) -> None:
 def _rewards_are_several(settings: SettingFields) -> None:
     reward, environment = settings.rollout.reward, settings.rollout.environment
     gives_its_own = environment in WRITTEN or environment.startswith(PROGRAMS)
-    if settings.trainer.advantage == "decoupled" and (gives_its_own or JOIN not in reward):
+    is_decoupled = any(each.advantage == "decoupled" for each in settings.trainer.of_all_sources)
+    if is_decoupled and settings.rollout.rewards:
+        name = next(iter(settings.rollout.rewards))
+        raise ValueError(
+            f"trainer.advantage=decoupled with rollout.rewards.{name}: it standardises each of the same "
+            "rewards; leave one of them out"
+        )
+    if is_decoupled and (gives_its_own or JOIN not in reward):
         where = f"environment={environment}" if gives_its_own else f"reward={reward}"
         raise ValueError(
             f"trainer.advantage=decoupled with rollout.{where}: there are not several rewards to "
@@ -181,7 +188,13 @@ def _written_answers_are_not_sampled(settings: SettingFields) -> None:
             f"rollout.temperature={settings.rollout.temperature:g}: what rollout.environment={environment} "
             "gives is not sampled, and its likelihood is trained at temperature 1; leave it out"
         )
-    if trainer.clip != "likelihood" or trainer.engine_correction != "off":
+    sampled = [
+        each
+        for each in trainer.of_all_sources
+        if each.clip != "likelihood" or each.engine_correction != "off"
+    ]
+    if sampled:
+        trainer = sampled[0]
         raise ValueError(
             f"rollout.environment={environment} has no logprobs of an engine, which trainer.algorithm="
             f"{trainer.algorithm} needs (trainer.clip={trainer.clip}, "
@@ -201,7 +214,7 @@ def _written_answers_are_not_sampled(settings: SettingFields) -> None:
 
 def _teacher_is_asked(settings: SettingFields) -> None:
     rollout, trainer, level = settings.rollout, settings.trainer, settings.cluster.max_async_level
-    if trainer.kl == "off" and trainer.advantage == "zero":
+    if any(each.kl == "off" and each.advantage == "zero" for each in trainer.of_all_sources):
         raise ValueError(
             "trainer.advantage=zero with trainer.kl=off learns nothing; leave one of them out, or give "
             "trainer.kl=k1"
@@ -217,9 +230,10 @@ def _teacher_is_asked(settings: SettingFields) -> None:
             f"rollout.teacher={rollout.teacher}: in rollout.environment={rollout.environment} no prompt "
             "is a task's own, so there is no place for its hint; leave one of them out"
         )
-    if trainer.kl == "off" or trainer.kl_to != "teacher":
+    if trainer.reference != "teacher":
         return
-    if rollout.environment in WRITTEN and trainer.kl_in == "loss" and trainer.kl == "k1":
+    is_k1 = any(each.kl == "k1" for each in trainer.of_all_sources)
+    if rollout.environment in WRITTEN and trainer.kl_in == "loss" and is_k1:
         raise ValueError(
             f"trainer.kl=k1 is for samples of the policy, and rollout.environment={rollout.environment} "
             "has written ones; leave one of them out"
@@ -255,7 +269,7 @@ def _routes_are_recorded(settings: SettingFields) -> None:
 
 
 def _flat_groups_count(settings: SettingFields) -> None:
-    trainers = [settings.trainer, *map(settings.trainer.of_source, settings.trainer.sources)]
+    trainers = settings.trainer.of_all_sources
     replaces = settings.rollout.dynamic_sampling
     if replaces and any(trainer.advantage in ALONE for trainer in trainers):
         raise ValueError(

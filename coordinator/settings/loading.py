@@ -35,9 +35,10 @@ _SECRET = re.compile(r"(^|[._-])(token|key|secret|password)$", re.IGNORECASE)
 OPEN = (
     *("engine.args", "rollout.ratio", "rollout.chat_template", "cluster.groups"),
     *("columns", "eval.columns", "eval.sets", "trainer.sources", "rollout.teachers"),
+    "rollout.rewards",
 )
 """Settings whose keys the user chooses: arguments of the server, classes of tasks, variables of the chat
-template, groups of nodes, fields of a task, sets of evaluation tasks, sources of tasks (the last two)."""
+template, groups of nodes, fields of a task, sets of evaluation tasks, sources of tasks (the last three)."""
 TABLES = {
     "cluster.groups": (GroupSettings, "a group", "nodes", "the ranks of the group, e.g. {}=2,4-7"),
     "eval.sets": (EvalSetSettings, "a set", "tasks", "the tasks of the set, e.g. {}=test.jsonl"),

@@ -64,7 +64,7 @@ def _reward(settings: RunSettings, inputs: Inputs) -> str:
         return "; ".join(dict.fromkeys(of_sets))
     if environment.startswith(PROGRAMS):
         return f"of the environment {environment}"
-    return f"{settings.rollout.reward}, environment {environment}"
+    return f"{settings.rollout.scoring}, environment {environment}"
 
 
 def _count(number: int) -> str:

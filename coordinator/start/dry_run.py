@@ -116,7 +116,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
 
 def _load_local(settings: RunSettings) -> None:
     """Load the functions, and those tasks that are not fetched."""
-    load_functions(settings.rollout.reward, settings.rollout.environment)
+    load_functions(settings.rollout.scoring, settings.rollout.environment)
     if not settings.tasks.startswith(HUB):
         load_training_tasks(settings)
     if not (settings.eval_tasks or "").startswith(HUB):

@@ -97,7 +97,7 @@ class Inputs:
         """
         rollout = settings.rollout
         now = replace(
-            self, functions=load_functions(rollout.reward, rollout.environment), loaded_for=settings
+            self, functions=load_functions(rollout.scoring, rollout.environment), loaded_for=settings
         )
         own_codes = now.codes()
         names = {name for name in (*own_codes, *master_codes) if name.startswith("eval")}
@@ -226,7 +226,7 @@ def load_named(settings: RunSettings, overrides: Mapping[str, Any]) -> tuple[Fun
     """Load what the settings name of functions and tasks. Raises SettingsError or TaskError for what is not
     there, and for tasks that cannot work with the others.
     """
-    functions = load_functions(settings.rollout.reward, settings.rollout.environment)
+    functions = load_functions(settings.rollout.scoring, settings.rollout.environment)
     training = load_training_tasks(settings)
     check_sampling(training, settings.rollout)
     if (check := CHECKS.get(settings.rollout.environment)) is not None:

@@ -63,6 +63,7 @@ def warn_of_reward_servers(settings: RunSettings) -> None:
 
     rollout, sets = settings.rollout, settings.eval_sets.items()
     rewards = {"--reward ": (rollout.reward, rollout.max_tokens)}
+    rewards |= {f"rollout.rewards.{name}=": (text, None) for name, text in rollout.rewards.items()}
     rewards |= {f"{SECTION}{name}.reward=": (str(each.reward), each.max_tokens) for name, each in sets}
     for option, (text, max_tokens) in rewards.items():
         for part in parts_of(text):

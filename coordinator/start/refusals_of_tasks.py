@@ -19,6 +19,7 @@ from rollout.engines.model_facts import has_processor, may_have_chat_template, t
 from rollout.environments.environment import BUILT_IN, check_played
 from rollout.environments.self_teacher import FEEDBACK, SelfTeacher
 from rollout.pictures import pictures_in
+from rollout.rewards.parts import rewards_of_sources
 from rollout.rewards.resolve import check_task
 from rollout.settings import WRITTEN
 from rollout.tasks.task_set import SHAPES, Task, TaskError, TaskSet
@@ -54,7 +55,7 @@ class PlayedTasks(NamedTuple):
 def played_tasks(settings: RunSettings, tasks: RunTasks) -> list[PlayedTasks]:
     """Return the task sets of which the run makes samples."""
     played: list[PlayedTasks] = []
-    environment, reward = settings.rollout.environment, settings.rollout.reward
+    environment, reward = settings.rollout.environment, settings.rollout.scoring
     if settings.rl_phase != "update" and settings.rollout_split != "eval-only":
         played.append(PlayedTasks(tasks.training, environment, reward))
     if evaluates(settings) and tasks.evaluation is not None:
@@ -77,9 +78,9 @@ def refuse_unscored(settings: RunSettings, tasks: RunTasks) -> None:
             try:
                 check_task(played.reward, task)
             except ValueError as error:
-                option = played.option("reward")
+                option, reward = played.option("reward"), rewards_of_sources(played.reward).of_task(task)
                 raise SettingsError(
-                    f"{played.tasks.place(index)}: {option} {played.reward} cannot score this task: "
+                    f"{played.tasks.place(index)}: {option} {reward} cannot score this task: "
                     f"{with_columns_of(played.columns_section, error)}; repair it, or give another {option}"
                 ) from None
 
@@ -107,8 +108,11 @@ def has_own_teacher(settings: RunSettings, task: Task) -> bool:
 
 
 def refuse_unknown_sources(settings: RunSettings, tasks: TaskSet) -> None:
-    """Raise SettingsError for one of trainer.sources, or of rollout.teachers, that no task is of."""
+    """Raise SettingsError for a source of trainer.sources, rollout.teachers or rollout.rewards that no task
+    is of.
+    """
     names = {name: f"rollout.teachers.{name}" for name in settings.rollout.teachers}
+    names |= {name: f"rollout.rewards.{name}" for name in settings.rollout.rewards}
     names |= {name: f"trainer.sources.{name}" for name in settings.trainer.sources}
     if not names:
         return

@@ -220,7 +220,11 @@ def absolute(overrides: Mapping[str, Any]) -> dict[str, Any]:
         if key.startswith(SETS) and isinstance(value, Mapping):  # a table of a settings file
             table = cast("Mapping[str, Any]", value)
             return {name: resolved(f"{key}.{name}", entry) for name, entry in table.items()}
-        if key.endswith((".reward", ".environment")) and value is not None:
+        if key == "rollout.rewards" and isinstance(value, Mapping):
+            table = cast("Mapping[str, Any]", value)
+            return {name: resolved(f"{key}.{name}", entry) for name, entry in table.items()}
+        is_reward = key.endswith(".reward") or key.startswith("rollout.rewards.")
+        if (is_reward or key.endswith(".environment")) and value is not None:
             text = JOIN.join(cast("list[str]", value)) if isinstance(value, list) else str(value)
             return JOIN.join(map(with_whole_path, text.split(JOIN)))
         is_path = key in {"model", "tasks", "eval_tasks", "data_path", "cluster.local_dir"}

@@ -41,7 +41,7 @@ def without_longer(settings: RunSettings, model_dir: Path, tasks: RunTasks) -> R
     if rollout.max_prompt_tokens is None:
         return tasks
     training, evaluation, sets = tasks
-    trained = PlayedTasks(training, rollout.environment, rollout.reward)
+    trained = PlayedTasks(training, rollout.environment, rollout.scoring)
     evaluated = [each for each in played_tasks(settings, tasks) if each.tasks is not training]
     try:
         shorter = {

@@ -1,12 +1,14 @@
-"""The setting `rollout.reward` as the rewards that it adds up: `math=1 + length=-0.1`."""
+"""The setting `rollout.reward` as the rewards that it adds up: `math=1 + length=-0.1`; and with those of
+sources, `rollout.rewards`: `exact | source=math: math=1 + length=-0.1`.
+"""
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollout.settings import JOIN
+from rollout.settings import BESIDE, JOIN
 
 _PARAMETER = re.compile(r"[,?&][A-Za-z_][\w.-]*$")
 """How a text ends whose next `=` gives a parameter its value, and no weight: `judge:URL,model`."""
@@ -19,6 +21,35 @@ class Part:
     name: str
     weight: float | None
     """None: none was given, which counts as 1 beside other rewards."""
+
+
+class RewardsOfSources(NamedTuple):
+    """The rewards that a text names by the source of a task."""
+
+    general: str
+    """That of tasks whose source has none of its own."""
+    field: str
+    """The field of a task that names its source; empty if no source has a reward of its own."""
+    by_source: dict[str, str]
+
+    def of_task(self, task: Mapping[str, Any]) -> str:
+        """Return the text of a task's reward."""
+        return self.by_source.get(str(task.get(self.field)), self.general)
+
+    def all(self) -> list[str]:
+        """Return the texts of all rewards."""
+        return [self.general, *self.by_source.values()]
+
+
+def rewards_of_sources(text: str) -> RewardsOfSources:
+    """Take RolloutSettings.scoring apart."""
+    general, *named_rewards = text.split(BESIDE)
+    field, by_source = "", dict[str, str]()
+    for named_reward in named_rewards:
+        place, _, reward = named_reward.partition(": ")
+        field, _, source = place.partition("=")
+        by_source[source] = reward
+    return RewardsOfSources(general, field, by_source)
 
 
 def parts_of(text: str) -> list[Part]:

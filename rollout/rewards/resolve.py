@@ -12,9 +12,9 @@ from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
 from rollout.rewards.math import math_reward
-from rollout.rewards.parts import Part, parts_of
+from rollout.rewards.parts import Part, parts_of, rewards_of_sources
 from rollout.rewards.regex import pattern_of
-from rollout.rewards.reward import Reward, WeightedRewards
+from rollout.rewards.reward import Reward, RewardsBySource, WeightedRewards
 from rollout.rewards.served import SERVED, ServedReward
 from rollout.tasks.fields import name_of_answer
 from rollout.tasks.reasoning_gym import gym_reward
@@ -31,8 +31,22 @@ IN_PROCESSES: dict[str, LibraryReward] = {"math": math_reward, "reasoning_gym": 
 
 def resolve_reward(text: str) -> Reward:
     """One of BUILT_IN or IN_PROCESSES, or `module:function`; with weights, or several of them joined: their
-    weighted sum. Raises RewardSettingError.
+    weighted sum. With those of sources, RolloutSettings.scoring. Raises RewardSettingError.
     """
+    rewards = rewards_of_sources(text)
+    general = _resolve_sum(rewards.general)
+    if not rewards.by_source:
+        return general
+    by_source = dict[str, Reward]()
+    for source, reward in rewards.by_source.items():
+        try:
+            by_source[source] = _resolve_sum(reward)
+        except RewardSettingError as error:
+            raise RewardSettingError(f"rollout.rewards.{source}: {error}") from None
+    return RewardsBySource(text, rewards.field, general, by_source)
+
+
+def _resolve_sum(text: str) -> Reward:
     parts = _parts(text)
     if len(parts) == 1 and parts[0].weight is None:
         return _resolve(text)
@@ -80,8 +94,9 @@ def _resolve(name: str) -> Reward:
 
 def refuse_unknown(text: str) -> None:
     """Raise RewardSettingError if the setting names a built-in reward that there is not. Loads nothing."""
-    for part in _parts(text):
-        _refuse_unknown(part.name)
+    for reward in rewards_of_sources(text).all():
+        for part in _parts(reward):
+            _refuse_unknown(part.name)
 
 
 def _refuse_unknown(name: str) -> None:
@@ -134,7 +149,7 @@ def check_task(text: str, task: Task) -> None:
     score any completion of the task. The error says what is wrong, "it has no `answer`", and of several
     rewards which one it is.
     """
-    parts = parts_of(text)
+    parts = parts_of(rewards_of_sources(text).of_task(task))
     for part in parts:
         try:
             _check_task(part.name, task)

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import inspect
 import numbers
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -84,28 +84,51 @@ class Reward:
         return {str(name): _finite(value, name, where) for name, value in values.items()}
 
 
-class WeightedRewards(Reward):
-    """Several rewards, used as one: what they give is added up, each times its weight."""
+class SeveralRewards(Reward):
+    """Several rewards, used as one."""
 
-    def __init__(self, name: str, parts: Sequence[tuple[Reward, float]]) -> None:
-        """`name`: the setting that names them all."""
+    def __init__(self, name: str, rewards: Mapping[str, Reward]) -> None:
+        """`name`: the setting that names them all. `rewards`: each by what it is in that."""
         self.name = self.title = name
-        self._parts = parts
-        self.is_instant = all(reward.is_instant for reward, _ in parts)
-        digests = "".join(f"{reward.name}={weight!r} {reward.code.digest}\n" for reward, weight in parts)
+        self._rewards = [*rewards.values()]
+        self.is_instant = all(reward.is_instant for reward in self._rewards)
+        digests = "".join(f"{part} {reward.code.digest}\n" for part, reward in rewards.items())
         self.code = Code(name, hashlib.sha256(digests.encode()).hexdigest()[:16])
 
     def sources(self) -> dict[str, tuple[str, str]]:
-        """Return file and text of the modules behind all parts, by module."""
-        return {name: text for reward, _ in self._parts for name, text in reward.sources().items()}
+        """Return file and text of the modules behind all of them, by module."""
+        return {name: text for reward in self._rewards for name, text in reward.sources().items()}
 
     async def close(self) -> None:
-        """Close the connections of all parts."""
-        for reward, _ in self._parts:
+        """Close the connections of all of them."""
+        for reward in self._rewards:
             await reward.close()
 
     async def __call__(self, task: Task, completion: str, settings: RolloutSettings = _DEFAULTS) -> Score:
         return await self.values(task, completion, settings)
+
+
+class RewardsBySource(SeveralRewards):
+    """Each completion is scored by the reward of its task's source."""
+
+    def __init__(self, name: str, field: str, general: Reward, by_source: Mapping[str, Reward]) -> None:
+        """`field`: that of a task which names its source; sources without a reward have the `general` one."""
+        super().__init__(name, {"": general, **by_source})
+        self._field, self._general, self._by_source = field, general, by_source
+
+    async def values(self, task: Task, completion: str, settings: RolloutSettings) -> dict[str, float]:
+        """Return and raise what the reward of the task's source does."""
+        reward = self._by_source.get(str(task.get(self._field)), self._general)
+        return await reward.values(task, completion, settings)
+
+
+class WeightedRewards(SeveralRewards):
+    """What several rewards give is added up, each times its weight."""
+
+    def __init__(self, name: str, parts: Sequence[tuple[Reward, float]]) -> None:
+        """`name`: the setting that names them all."""
+        super().__init__(name, {f"{reward.name}={weight!r}": reward for reward, weight in parts})
+        self._parts = parts
 
     async def values(self, task: Task, completion: str, settings: RolloutSettings) -> dict[str, float]:
         """Return the sum as `reward`, what each part gave by the name of the part, and its metrics as

@@ -1,5 +1,6 @@
 """docs/settings.md is what the settings models say now."""
 
+import re
 import tomllib
 
 from coordinator.settings.groups import GroupSettings
@@ -19,7 +20,12 @@ def test_page_is_fresh() -> None:
 
 
 def test_page_names_every_setting_and_every_option() -> None:
-    rows = [line.split(" | ") for line in settings_page.page().splitlines() if line.startswith("| `")]
+    rows, section = list[list[str]](), ""
+    for line in settings_page.page().splitlines():
+        section = line.removeprefix("## ") if line.startswith("## ") else section
+        rows += [line.split(" | ")] if line.startswith("| `") else []
+        if line.startswith("Also, as the"):
+            rows += [[f"{section}.{name}", ""] for name in re.findall(r"`(\w+)`", line)]
     of_a_group = {f"cluster.groups.NAME.{name}" for name in GroupSettings.model_fields}
     of_a_set = {f"eval.sets.NAME.{name}" for name in EvalSetSettings.model_fields}
     of_a_source = {f"trainer.sources.NAME.{name}" for name in SourceSettings.model_fields}

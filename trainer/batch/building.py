@@ -98,7 +98,7 @@ def build_batch(
     samples = [item.sample for item, _, _ in chosen]
     named = [each.task_sources.get(item.slot, "") for item, _, (_, each) in chosen]
     names = sorted({*named, *(name for each in sampled for name in each.task_sources.values())})
-    if len(names) < 2:
+    if len(names) < 2 and not settings.sources:
         named = names = []
     batch = Batch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
@@ -133,7 +133,7 @@ def build_batch(
 
 def _taught(samples: Sequence[Sample], settings: TrainerSettings) -> list[NDArray[np.float32]]:
     """Return the teacher's logprobs of all samples, if the loss needs them; ValueError if it lacks some."""
-    if settings.kl == "off" or settings.kl_to != "teacher":
+    if settings.reference != "teacher":
         return []
     taught = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
     if len(taught) < len(samples):
@@ -164,7 +164,8 @@ def check_engine_logprobs(batch: Batch, settings: TrainerSettings) -> None:
     """Raise ValueError if the loss needs logprobs of an engine, and trained tokens have none (NaN)."""
     missing = np.flatnonzero(np.isnan(batch.logprobs) & (batch.loss_mask == 1))
     free = {"clip": "likelihood", "engine_correction": "off", "engine_sequence_cap": None}
-    needs = [f"trainer.{name}={v}" for name, none in free.items() if (v := getattr(settings, name)) != none]
+    pairs = [(name, getattr(each, name)) for name in free for each in settings.of_all_sources]
+    needs = list(dict.fromkeys(f"trainer.{name}={value}" for name, value in pairs if value != free[name]))
     if len(missing) and needs:
         sequences = len(np.unique(np.searchsorted(batch.offsets, missing, side="right")))
         raise ValueError(

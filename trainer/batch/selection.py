@@ -85,15 +85,14 @@ def lessons(
             raise ValueError(
                 f"slot {group.slot} has two groups ({group.task_id}, {other.task_id}); a slot is one group"
             )
-    of_source = {name: settings.of_source(name) for name in settings.sources}
+    of_source = {name: settings.of_source(name) for name in ("", *settings.sources)}
     chosen: list[Lesson] = []
     for group in ordered:
         if group.given_up is None:
             source = task_sources.get(group.slot, "")
-            lesson = _lesson(group, of_source.get(source, settings), max_tokens, oldest, weights)
-            chosen.append(
-                [item._replace(source=source) for item in lesson] if source in of_source else lesson
-            )
+            source = source if source in settings.sources else ""
+            lesson = _lesson(group, of_source[source], max_tokens, oldest, weights)
+            chosen.append([item._replace(source=source) for item in lesson] if source else lesson)
     return [lesson for lesson in chosen if lesson]
 
 

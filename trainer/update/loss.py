@@ -14,9 +14,12 @@ them:
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.settings import TrainerSettings
@@ -94,6 +97,54 @@ def policy_loss(
         uncut = torch.exp(log_mismatch.clamp(max=_STATISTIC_MAX))
         stats += [uncut, uncut.square()]
         return loss, torch.stack([terms.detach(), *stats])
+
+
+def loss_of_sources(
+    kinds: NDArray[np.int64],
+    settings_of_kinds: Sequence[TrainerSettings],
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    reference_logprobs: Tensor | None,
+    advantages: Tensor,
+    sequences: Tensor,
+    totals: Totals,
+    entropies: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same as policy_loss where sources of tasks have losses of their own: `kinds` (N,), the same
+    for all tokens of a sequence, numbers the settings of each token. What a loss divides by counts all
+    tokens and sequences of the step, so each source weighs as much as it would in a single loss.
+    """
+    if len(settings_of_kinds) == 1:
+        return policy_loss(
+            logprobs,
+            old_logprobs,
+            engine_logprobs,
+            reference_logprobs,
+            advantages,
+            sequences,
+            totals,
+            settings_of_kinds[0],
+            entropies,
+        )
+    losses, places, terms = list[Tensor](), list[Tensor](), list[Tensor]()
+    for kind, settings in enumerate(settings_of_kinds):
+        at = torch.from_numpy(np.flatnonzero(kinds == kind)).to(logprobs.device)
+        loss, of_tokens = policy_loss(
+            logprobs[at],
+            old_logprobs[at],
+            engine_logprobs[at],
+            None if reference_logprobs is None else reference_logprobs[at],
+            advantages[at],
+            sequences[at].unique(return_inverse=True)[1],
+            totals,
+            settings,
+            None if entropies is None else entropies[at],
+        )
+        losses.append(loss)
+        places.append(at)
+        terms.append(of_tokens)
+    return torch.stack(losses).sum(), torch.cat(terms, 1)[:, torch.cat(places).argsort()]
 
 
 def adapted_bonus(bonus: float, entropy: float, target: float, by: float) -> float:

@@ -17,13 +17,14 @@ from trainer.batch.batch import Batch
 from trainer.batch.building import check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.batch.selection import PAIR
+from trainer.loss_settings import OF_LOSS
 from trainer.model.learner import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE, STATS
 from trainer.update.kl_reward import with_kl_in_reward
-from trainer.update.loss import Totals, adapted_bonus, kl_estimate, policy_loss
+from trainer.update.loss import Totals, adapted_bonus, kl_estimate, loss_of_sources
 from trainer.update.preferences import with_label_weights, with_pair_weights, with_shifted_answers
 from trainer.update.step_stats import StepStats, step_line
 
@@ -219,12 +220,18 @@ def _optimizer_step(
     by_source = None
     if batch.source_names:
         by_source = torch.zeros(1 + len(BY_SOURCE), len(batch.source_names), device=learner.device)
+    kind_of_source, settings_of_kinds = _kinds_of_loss(batch.source_names, settings)
     for microbatch, before in zip(plan, befores, strict=True):
-        mismatch, measured = _accumulate(learner, microbatch, before, step.totals, settings)
+        sources = np.zeros(len(microbatch.targets), np.int64)
+        if batch.source_names:
+            sources = batch.sources[microbatch.members][microbatch.sequences]
+        kinds = kind_of_source[sources]
+        mismatch, measured = _accumulate(
+            learner, microbatch, before, step.totals, settings.reference, kinds, settings_of_kinds
+        )
         largest = torch.maximum(largest, mismatch)
         if by_source is not None:
-            sources = torch.from_numpy(batch.sources[microbatch.members][microbatch.sequences])
-            by_source.index_add_(1, sources.to(learner.device), measured)
+            by_source.index_add_(1, torch.from_numpy(sources).to(learner.device), measured)
         progress.advance()
     (loss, *statistics, entropy), norm = learner.add_up()
     if learner.layout.world_size > 1:
@@ -256,6 +263,25 @@ def _optimizer_step(
     )
 
 
+def _kinds_of_loss(
+    source_names: Sequence[str], settings: TrainerSettings
+) -> tuple[NDArray[np.int64], list[TrainerSettings]]:
+    """Return the different losses of a batch's sources: (sources,) the number of each one's, and the settings
+    by number. A batch without sources is a single one.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    settings_of_kinds: list[TrainerSettings] = []
+    numbers: list[int] = []
+    for name in source_names or [""]:
+        of_source = settings.of_source(name)
+        key = tuple(getattr(of_source, setting) for setting in OF_LOSS)
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            settings_of_kinds.append(of_source)
+        numbers.append(kinds[key])
+    return np.array(numbers, np.int64), settings_of_kinds
+
+
 def _padding(plan: Sequence[Microbatch]) -> float:
     places = sum(microbatch.token_ids.size for microbatch in plan)
     return 1 - sum(microbatch.tokens for microbatch in plan) / places if places else 0.0
@@ -266,21 +292,26 @@ def _accumulate(
     microbatch: Microbatch,
     before: _PriorLogprobs,
     totals: Totals,
-    settings: TrainerSettings,
+    compared_with: str | None,
+    kinds: NDArray[np.int64],
+    settings_of_kinds: Sequence[TrainerSettings],
 ) -> tuple[Tensor, Tensor]:
     """Add a microbatch's gradients and statistics to its step's. Return the largest mismatch with the engine,
-    (), and (1 + len(BY_SOURCE), N) what each token adds to StepStats.by_source.
+    (), and (1 + len(BY_SOURCE), N) what each token adds to StepStats.by_source. `compared_with`: see
+    settings.reference; `kinds`, `settings_of_kinds`: see loss_of_sources.
     """
     nothing = torch.zeros((), device=learner.device)
     if not len(microbatch.targets) and not learner.layout.sharded:
         return nothing, torch.zeros(1 + len(BY_SOURCE), 0, device=learner.device)
     reference = before.reference
-    if settings.kl != "off" and reference is None:
-        reference = _reference(learner, microbatch, settings.kl_to)
-    logprobs, entropies = learner.logprobs(microbatch, settings.entropy_bonus > 0)
+    if compared_with is not None and reference is None:
+        reference = _reference(learner, microbatch, compared_with)
+    logprobs, entropies = learner.logprobs(microbatch, settings_of_kinds[0].entropy_bonus > 0)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
-    loss, of_tokens = policy_loss(
+    loss, of_tokens = loss_of_sources(
+        kinds,
+        settings_of_kinds,
         logprobs,
         old_logprobs,
         engine_logprobs,
@@ -288,7 +319,6 @@ def _accumulate(
         torch.from_numpy(microbatch.advantages).to(learner.device),
         torch.from_numpy(microbatch.sequences).to(learner.device),
         totals,
-        settings,
         entropies,
     )
     loss.backward()

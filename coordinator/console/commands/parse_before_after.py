@@ -66,6 +66,8 @@ def evaluate(
     overrides: dict[str, Any] = read_file(config) if config else {}
     named = {"eval_tasks": eval_tasks, "rollout.reward": reward, "rollout.environment": environment}
     overrides |= {key: value for key, value in named.items() if value}
+    if reward:  # then it is that of all sources
+        overrides["rollout.rewards"] = {}
     overrides |= settings_of(words or [])
     root = log_path.absolute() if log_path else None
     return score(checkpoint, root, overrides, out.absolute() if out else None, as_json)

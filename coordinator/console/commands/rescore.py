@@ -37,7 +37,6 @@ from rollout.storage import files
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample
 
-REWARD = "rollout.reward"
 CONCURRENCY = 256
 """How many samples are scored at once where rollout.concurrency does not say."""
 
@@ -54,7 +53,7 @@ def rescore(root: Path, first: int, last: int | None, reward: str, target: Path 
             scorer.score_all()
             print("\n".join(table(scorer.iterations)))
             return
-        forked = fork(root, first, target, scorer.write, {REWARD: reward})
+        forked = fork(root, first, target, scorer.write, replaced_by(reward))
     except RewardError as error:
         raise SettingsError(f"{error} (rollout.on_reward_error=run); nothing was made") from None
     except Incomplete as error:
@@ -63,6 +62,11 @@ def rescore(root: Path, first: int, last: int | None, reward: str, target: Path 
     those = iterations_text(scorer.numbers)
     print(f"{those} have the samples of {root}: trained on with these rewards, and not generated again")
     print(summary(forked, first, target))
+
+
+def replaced_by(reward: str) -> dict[str, Any]:
+    """Return the settings of a run in which every source has this reward."""
+    return {"rollout.reward": reward, "rollout.rewards": {}}
 
 
 class Rescorer:
@@ -82,7 +86,7 @@ class Rescorer:
         _refuse(settings, self.numbers)
         self._code = load_functions(reward, "single_turn").reward
         # To score takes neither an engine nor tasks to evaluate on.
-        replaced = {REWARD: reward, "cluster.place": (), "rollout_split": None, "eval.interval": 0}
+        replaced = {**replaced_by(reward), "cluster.place": (), "rollout_split": None, "eval.interval": 0}
         inputs = load_inputs(loading.overlay(settings, {**replaced, "rl_phase": "update"}), {})
         refuse_changes(run, fixed_of(settings, inputs))
         refuse_unscored(loading.overlay(settings, {**replaced, "rl_phase": "both"}), RunTasks(inputs.tasks))
@@ -242,7 +246,8 @@ class Rescorer:
 def _refuse(settings: RunSettings, numbers: Sequence[int]) -> None:
     """Raise SettingsError where other rewards would change nothing, or too much."""
     environment = settings.rollout.environment
-    if settings.trainer.clip == "likelihood" and settings.trainer.advantage in ("one", "zero"):
+    each_source = settings.trainer.of_all_sources
+    if all(each.clip == "likelihood" and each.advantage in ("one", "zero") for each in each_source):
         raise SettingsError(
             f"trainer.algorithm={settings.trainer.algorithm}: its samples teach by themselves, so another "
             "reward changes nothing"
@@ -263,8 +268,7 @@ def _refuse(settings: RunSettings, numbers: Sequence[int]) -> None:
             f"--last {numbers[-1]}: trainer.max_off_policy_steps={limit} leaves out samples of policies that "
             f"are {len(numbers) - 1} trainings old; rescore up to --last {numbers[0] + limit}"
         )
-    is_corrected = settings.trainer.engine_correction != "off" or settings.trainer.clip == "likelihood"
-    if len(numbers) > 1 and not is_corrected:
+    if len(numbers) > 1 and not all(each.corrects_for_age for each in each_source):
         raise SettingsError(
             f"--last {numbers[-1]}: the samples behind iteration {numbers[0]} are of policies that the new "
             "run does not have, for which trainer.engine_correction=off does not correct; rescore iteration "

@@ -233,9 +233,9 @@ def _refuse_absent_model(settings: RunSettings, directory: Path) -> None:
 
 def _refuse_unknown_reward(settings: RunSettings) -> None:
     try:
-        refuse_unknown(settings.rollout.reward)
+        refuse_unknown(settings.rollout.scoring)
     except RewardSettingError as error:
-        raise SettingsError(f"--reward {settings.rollout.reward}: {error}") from None
+        raise SettingsError(f"--reward {settings.rollout.scoring}: {error}") from None
 
 
 def _is_wrong_anywhere(text: str, files: Iterable[str], settings: RunSettings) -> bool:
@@ -244,7 +244,7 @@ def _is_wrong_anywhere(text: str, files: Iterable[str], settings: RunSettings) -
     """
     sets = settings.eval_sets.values()
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in sets)]
-    functions = [settings.rollout.reward, settings.rollout.environment]
+    functions = [settings.rollout.reward, *settings.rollout.rewards.values(), settings.rollout.environment]
     functions += [str(name) for each in sets for name in (each.reward, each.environment)]
     named = [*files, *(source for source in sources if source and is_file(source))]
     named += [name for name in functions if ":" in name and not name.startswith(PROGRAMS)]
@@ -262,6 +262,7 @@ def _refuse_code(settings: RunSettings) -> None:
     sources += [(f"eval.sets.{name}.tasks", eval_set.tasks) for name, eval_set in settings.eval_sets.items()]
     for option, name in (
         ("--reward", settings.rollout.reward),
+        *((f"rollout.rewards.{name}", text) for name, text in settings.rollout.rewards.items()),
         ("--environment", settings.rollout.environment),
         *named,
         *((option, source) for option, source in sources if source.startswith(PROGRAMS)),

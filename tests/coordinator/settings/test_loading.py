@@ -540,6 +540,12 @@ def test_rewards_to_decouple_are_several(given: dict[str, Any]) -> None:
     build(settings)
     ((name, value),) = given.items()
     assert f"decoupled with {name}={value}: there are not several" in refused({**settings, **given})
+    of_a_source = {"trainer.sources.math.algorithm": "gdpo", "rollout.reward": "math=1 + length=0.1"}
+    build(of_a_source)
+    assert "there are not several" in refused({**of_a_source, **given})
+    assert "decoupled with rollout.rewards.a: it standardises each of the same rewards" in refused(
+        {**settings, "rollout.rewards.a": "math"}
+    )
 
 
 def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> None:
@@ -551,10 +557,8 @@ def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> N
         assert trainer.sources["math"].weight == 2 and trainer.of_source("code").advantage == "one"
         assert trainer.of_source("other") == build({}).trainer
     assert overlay(build(typed), {"trainer.sources.math.weight": 3}).trainer.sources["math"].weight == 3
-    text = refused({"trainer.sources.math.clip": "ppo"})
-    assert (
-        "unknown setting trainer.sources.math.clip; a source has weight, advantage, keep_flat_groups" in text
-    )
+    text = refused({"trainer.sources.math.credit": "turn"})
+    assert "unknown setting trainer.sources.math.credit; a source has weight, algorithm, advantage" in text
     assert "replaces groups of equal rewards" in refused({**typed, "rollout.dynamic_sampling": True})
 
 

@@ -286,10 +286,14 @@ def test_code_in_a_file_is_named_so_that_a_node_finds_it_from_any_directory(
         "rollout.reward": ["mine.py:score=2", "exact", "no.py:score"],
         "rollout.environment": "mine.py:play",
         "eval.sets": {"a": {"reward": "mine.py:score", "environment": None}},
+        "rollout.rewards": {"math": ["mine.py:score", "exact"]},
+        "rollout.rewards.code": "mine.py:score",
     }
     assert start.absolute(given) == {
         "rollout.reward": f"{tmp_path}/mine.py:score=2 + exact + no.py:score",
         "rollout.environment": f"{tmp_path}/mine.py:play",
         "eval.sets": {"a": {"reward": f"{tmp_path}/mine.py:score", "environment": None}},
+        "rollout.rewards": {"math": f"{tmp_path}/mine.py:score + exact"},
+        "rollout.rewards.code": f"{tmp_path}/mine.py:score",
     }
     assert resolve_reward(f"{tmp_path}/mine.py:score").title == "mine.py:score"

@@ -588,6 +588,11 @@ def test_source_that_no_task_is_of_is_refused_with_those_that_are_there(tmp_path
     text = refusal({"tasks": tasks, "trainer.sources.maths.weight": 2})
     assert text.startswith(f"trainer.sources.maths: no task of --tasks {tasks} has that 'source'")
     assert text.endswith("there are: code (1 tasks), math (2 tasks)")
+    passes({"tasks": tasks, "rollout.rewards.math": "exact"})
+    text = refusal({"tasks": tasks, "rollout.rewards.maths": "exact"})
+    assert text.startswith(f"rollout.rewards.maths: no task of --tasks {tasks} has that 'source'")
+    text = refusal({"tasks": tasks, "rollout.rewards.math": "numeric", "rollout.reward": "length"})
+    assert text.startswith(f"{tasks}:2: --reward length cannot score this task")
     own = {"rollout.teachers.math": "http://127.0.0.1:1/v1", "rollout.teacher": "self:source"}
     passes({"tasks": tasks, **own})
     text = refusal({"tasks": tasks, **own, "rollout.teacher": "self:why"})

@@ -119,3 +119,37 @@ def test_list_of_rewards_is_one_setting() -> None:
     assert RolloutSettings(reward=several).reward == "math=1 + length=-0.1"
     alone: Any = ["exact"]
     assert RolloutSettings(reward=alone).reward == "exact" == RolloutSettings().reward
+
+
+BOTH = RolloutSettings.model_validate(
+    {"reward": "length", "rewards": {"math": ["numeric=1", "regex=0.5"], "code/a": "exact"}}
+)
+
+
+def test_task_of_a_source_is_scored_by_the_rewards_of_the_source_alone() -> None:
+    assert BOTH.scoring == "length | source=code/a: exact | source=math: numeric=1 + regex=0.5"
+    task = {**TASK, "pattern": "5."}
+    sample = scored(BOTH.scoring, "it is 58", **task, source="math")
+    assert (sample.reward, sample.metrics) == (1.5, {"numeric": 1.0, "regex": 1.0})
+    assert scored(BOTH.scoring, "58", **task, source="code/a").reward == 1.0
+    assert scored(BOTH.scoring, "5" * 10, **task, source="other").reward == 1.0
+    assert scored(BOTH.scoring, "5" * 10, **task).reward == 1.0
+    assert resolve_reward(BOTH.scoring).code.digest != resolve_reward("length").code.digest
+
+
+def test_rewards_of_sources_are_checked_and_refused_by_the_name_of_the_source() -> None:
+    check_task(BOTH.scoring, {"id": "a", "source": "code/a", "answer": "x"})
+    with pytest.raises(ValueError, match="numeric: its answer 'x' holds no number"):
+        check_task(BOTH.scoring, {"id": "a", "source": "math", "answer": "x"})
+    wrong = RolloutSettings.model_validate({"rewards": {"math": "mth"}})
+    with pytest.raises(RewardSettingError, match=r"rollout.rewards.math: reward 'mth': did you mean math\?"):
+        resolve_reward(wrong.scoring)
+    with pytest.raises(ValueError, match=r"rollout.rewards.a: b: a source has no ': '"):
+        RolloutSettings.model_validate({"rewards": {"a: b": "math"}})
+
+
+def test_rewards_of_sources_wait_and_close_as_their_own_do(own: str) -> None:
+    settings = RolloutSettings.model_validate({"rewards": {"math": f"{own}:slow"}})
+    reward = resolve_reward(settings.scoring)
+    assert not reward.is_instant and own in "".join(reward.sources())
+    assert resolve_reward("exact | source=math: numeric").is_instant

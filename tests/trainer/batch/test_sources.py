@@ -12,7 +12,7 @@ from rollout.trajectory import Group
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
-from trainer.update.loss import Totals, policy_loss
+from trainer.update.loss import Totals, loss_of_sources, policy_loss
 
 ABOUT: dict[str, Any] = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 3}
 SOURCES = {0: "math", 1: "code", 2: "math", 3: "code", 4: "other"}
@@ -111,12 +111,80 @@ def test_weight_of_an_advantage_is_that_of_the_loss(clip: str) -> None:
         ({"kl": "k1", "kl_in": "reward"}, r"trainer.sources.a with trainer.kl_in=reward: that is computed"),
         ({"overlong": "penalise"}, r"trainer.sources.a: trainer.overlong=penalise with .*success"),
         ({"sources": {"a": {"weight": 0}}}, r"greater than 0"),
-        ({"sources": {"a": {"advantage": "pair"}}}, r"Input should be"),
+        ({"sources": {"a": {"advantage": "pair"}}}, r"trainer.sources.a: .*compares the samples of a step"),
+        ({"sources": {"a": {"algorithm": "kto"}}}, r"trainer.sources.a: .*give it to all"),
+        ({"sources": {"a": {"algorithm": "grop"}}}, r"trainer.sources.a: .*did you mean grpo\?"),
+        ({"sources": {"a": {"algorithm": "distill"}, "b": {"kl": "k3"}}}, r"the same trainer.kl_to"),
     ],
 )
 def test_source_that_would_be_wrong_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         TrainerSettings(**{"sources": {"a": {"advantage": "success"}}, **given})
+
+
+def test_source_with_a_preset_takes_its_values_and_not_those_of_all() -> None:
+    sources = {"a": {"algorithm": "gspo", "clip_low": 0.1}, "b": {"clip": "cispo"}}
+    settings = TrainerSettings.model_validate({"algorithm": "grpo", "sources": sources})
+    a, b, other = map(settings.of_source, ("a", "b", "c"))
+    assert (a.ratio, a.clip_low, a.clip_high, a.kl) == ("sequence", 0.1, 4e-4, "off")
+    assert (b.clip, b.kl, b.aggregation, b.advantage) == ("cispo", "k3", "sequence", "standardised")
+    assert other == TrainerSettings(algorithm="grpo") and settings.reference == "base"
+    assert not TrainerSettings.model_validate({"sources": sources}).needs_reference
+
+
+LOSSES: list[dict[str, Any]] = [
+    {"algorithm": "gspo"},
+    {"algorithm": "cispo", "engine_correction": "masked"},
+    {"algorithm": "gmpo"},
+    {"algorithm": "dr_grpo", "engine_sequence_cap": 1.01},
+    {"algorithm": "rft"},
+]
+
+
+@pytest.mark.parametrize("math", LOSSES)
+@pytest.mark.parametrize("code", LOSSES)
+def test_losses_of_sources_add_up_to_what_each_gives_the_tokens_of_its_own(
+    math: dict[str, Any], code: dict[str, Any]
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    new, old, engine, base, advantages = (
+        torch.randn(12, generator=rng, dtype=torch.float64) / 3 - 2 for _ in range(5)
+    )
+    sequences, totals = torch.arange(12) // 3, Totals(tokens=15, sequences=5, max_tokens=8)
+    kinds, new = np.array([0, 1, 1, 0]).repeat(3), new.requires_grad_()
+    each = [TrainerSettings(**settings) for settings in (math, code)]
+    loss, terms = loss_of_sources(kinds, each, new, old, engine, None, advantages, sequences, totals)
+    (gradient,) = torch.autograd.grad(loss, new)
+    of_kinds = torch.from_numpy(kinds)
+    alone = [  # a token without an advantage adds nothing
+        policy_loss(new, old, engine, None, advantages * (of_kinds == kind), sequences, totals, settings)
+        for kind, settings in enumerate(each)
+    ]
+    assert loss.item() == pytest.approx(sum(part.item() for part, _ in alone), rel=1e-12)
+    wanted = torch.autograd.grad(alone[0][0] + alone[1][0], new)[0]
+    torch.testing.assert_close(gradient, wanted)
+    for kind, (_, of_tokens) in enumerate(alone):
+        torch.testing.assert_close(terms[:, of_kinds == kind], of_tokens[:, of_kinds == kind])
+    held = TrainerSettings.model_validate({**math, "kl": "k2", "kl_coefficient": 0.5})
+    with_kl, _ = loss_of_sources(
+        kinds, [held, each[1]], new, old, engine, base, advantages, sequences, totals
+    )
+    of_math = 0.25 * (new - base).square()[of_kinds == 0]  # divided as the aggregation has it
+    divisor = {"token": 15, "sequence": 3 * 5, "constant": 5 * 8}[held.aggregation]
+    assert (with_kl - loss).item() == pytest.approx(of_math.sum().item() / divisor)
+
+
+def test_microbatch_may_lack_a_source_or_every_token() -> None:
+    each = [TrainerSettings(algorithm="gspo"), TrainerSettings(algorithm="cispo")]
+    totals = Totals(tokens=6, sequences=2, max_tokens=8)
+    for count in (0, 6):
+        new = torch.full((count,), -2.0, requires_grad=True)
+        kinds, sequences = np.ones(count, np.int64), torch.arange(count) // 3
+        loss, terms = loss_of_sources(
+            kinds, each, new, new.detach(), new.detach(), None, torch.ones(count), sequences, totals
+        )
+        loss.backward()
+        assert terms.shape[1] == count and new.grad is not None and new.grad.shape == (count,)
 
 
 def test_batch_tells_sources_apart_if_there_are_several(groups: list[Group]) -> None:

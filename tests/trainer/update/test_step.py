@@ -59,9 +59,14 @@ def test_training_makes_rewarded_tokens_likelier_and_others_less_likely(
     assert gain[better].mean() > 0 > gain[~better].mean()
 
 
+@pytest.mark.parametrize("own", [{}, {"code": {"algorithm": "rft", "reward_threshold": None}}])
 @pytest.mark.parametrize("max_tokens", [16, 8192])
 def test_what_is_measured_of_a_source_is_as_if_it_were_alone(
-    learner: Learner, group: Callable[..., Group], settings: TrainerSettings, max_tokens: int
+    learner: Learner,
+    group: Callable[..., Group],
+    settings: TrainerSettings,
+    max_tokens: int,
+    own: dict[str, Any],
 ) -> None:
     rng = np.random.default_rng(0)
     sources = {0: "math", 1: "code", 2: "math"}
@@ -70,11 +75,13 @@ def test_what_is_measured_of_a_source_is_as_if_it_were_alone(
     chosen = settings.model_copy(
         update={"global_batch_size": 512, "max_tokens_per_microbatch": max_tokens, "learning_rate": 1e-12}
     )
-    batch = build_batch(groups, task_sources=sources, **about)
+    chosen = TrainerSettings.model_validate({**chosen.model_dump(), "sources": own})
+    batch = build_batch(groups, task_sources=sources, settings=chosen, **about)
     found = by_source(stats := run(learner, batch, chosen), batch, chosen)
     for source in ("code", "math"):
-        alone = build_batch([group for group in groups if sources[group.slot] == source], **about)
-        (step,) = run(learner, alone, chosen)
+        of_source, its_own = chosen.of_source(source), [g for g in groups if sources[g.slot] == source]
+        alone = build_batch(its_own, settings=of_source, **about)
+        (step,) = run(learner, alone, of_source)
         for name in BY_SOURCE:
             assert found[f"{name}_by_source.{source}"] == pytest.approx(getattr(step, name), abs=1e-5)
         assert by_source([step], alone, chosen) == {}

@@ -176,6 +176,13 @@ def test_teachers_of_sources_are_other_servers_too(served: Served) -> None:
     assert status == 400 and error.startswith("rollout.teachers asks other servers, and this server lets no")
 
 
+def test_reward_of_a_source_is_no_code_of_the_clients_either(served: Served) -> None:
+    status, error = served.post("/jobs", job("rollout.rewards.math=own:score"))
+    assert status == 400 and error.startswith(
+        "rollout.rewards.math own:score runs code or asks another server"
+    )
+
+
 def test_reward_that_is_not_there_is_refused_wherever_the_job_would_run(served: Served) -> None:
     status, error = served.post("/jobs", job("--reward", "nosuch"))
     assert status == 400 and error.startswith("--reward nosuch: reward 'nosuch': there is exact")

@@ -96,7 +96,7 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     sets, sets_now = eval_sets.texts(opened), eval_sets.texts(now)
     teachers = (opened.get("teacher"), now.get("teacher"))
-    then_and_now: dict[str, tuple[Any, Any]] = {
+    values: dict[str, tuple[Any, Any]] = {
         **{
             f"{section}.{SAMPLING[name]}": (opened[key].get(name, getattr(_BEFORE, name)), now[key][name])
             for section, key, names in (
@@ -118,9 +118,9 @@ def changes(opened: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         **{name: (sets.get(name), sets_now.get(name)) for name in sorted({*sets, *sets_now})},
     }
     return [
-        f"{option_name(key)}={_shown(then)} (now {_shown(today)})"
-        for key, (then, today) in then_and_now.items()
-        if then != today
+        f"{option_name(key)}={_shown(opened_value)} (now {_shown(present_value)})"
+        for key, (opened_value, present_value) in values.items()
+        if opened_value != present_value
     ]
 
 
@@ -213,12 +213,12 @@ def _refuse_other_code(run_dir: RunDir, number: int, opened: Mapping[str, Any]) 
         ) from None
     for kind in KINDS:
         now = _code(opened, kind, functions)
-        for key, then in _newest_code(run_dir, kind, number).items():
-            if then.digest != now[key].digest:
+        for key, old_code in _newest_code(run_dir, kind, number).items():
+            if old_code.digest != now[key].digest:
                 option = option_name(f"rollout.{key}")
                 raise SettingsError(
-                    f"the code of {option} {then.name} has changed (digest {now[key].digest}) "
-                    f"since groups of iteration {number} were made with it (digest {then.digest}); bring "
+                    f"the code of {option} {old_code.name} has changed (digest {now[key].digest}) "
+                    f"since groups of iteration {number} were made with it (digest {old_code.digest}); bring "
                     f"the code back, or add --accept-code-change to finish the iteration with both, {again}"
                 )
 

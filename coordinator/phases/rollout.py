@@ -260,10 +260,10 @@ def _teacher(node: Node, opened: Mapping[str, Any]) -> dict[str, Any]:
     """Return the teachers that an iteration was opened with; servers where they are now, if they have
     moved.
     """
-    then, now = opened.get("teacher"), node.settings.rollout.teacher
+    opened_teacher, present_teacher = opened.get("teacher"), node.settings.rollout.teacher
     teachers, teachers_now = opened.get("teachers", {}), node.settings.rollout.teachers
     teacher = {
-        "teacher": now if are_servers(then, now) else then,
+        "teacher": present_teacher if are_servers(opened_teacher, present_teacher) else opened_teacher,
         "teachers": {source: teachers_now.get(source, name) for source, name in teachers.items()},
     }
     return teacher | {name: opened[name] for name in ("teacher_template",) if name in opened}

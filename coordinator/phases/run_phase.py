@@ -18,16 +18,16 @@ def run_phase(
     iteration: Iteration,
     phase: Phase,
     act: Act,
-    then: Conclude | None = None,
+    conclude: Conclude | None = None,
     before: Sequence[Beside] = (),
     after: Sequence[Beside] = (),
 ) -> None:
     """Run one phase: act if it is ours, raise our flag, wait for the master's.
 
     Where the master acts alone, the document of its flag is the phase's result. Else all act, and it waits
-    for the flags of all, makes a result of their payloads with `then`, and raises its own flag last, which is
-    empty: the master alone has this result. Every node does what is in `before`, whoever acts, and in
-    `after`, once the phase is done.
+    for the flags of all, makes a result of their payloads with `conclude`, and raises its own flag last,
+    which is empty: the master alone has this result. Every node does what is in `before`, whoever acts, and
+    in `after`, once the phase is done.
     """
     if not iteration.has(phase, node.settings):
         return
@@ -52,8 +52,8 @@ def run_phase(
     else:
         flags = node.flags.wait_members(number, phase)
         flags_up_s = time.monotonic()
-        payloads = node.flags.payloads(flags, payload) if then else {}
-        payload = (then(node, iteration, payloads) or {}) if then else {}
+        payloads = node.flags.payloads(flags, payload) if conclude else {}
+        payload = (conclude(node, iteration, payloads) or {}) if conclude else {}
         concluded_s = time.monotonic() - flags_up_s
         node.flags.raise_done(number, phase, {})
     iteration.documents[phase] = payload

@@ -42,17 +42,17 @@ def with_kept(
     `reset`: settings, or sections, that go back to their defaults; ALL: every one. What says something of one
     machine is kept on that machine alone. Raises SettingsError if the two do not fit together.
     """
-    then = last.given if last and last.given else GivenSettings(host="", settings={})
-    _refuse_unknown(reset, then.settings)
-    is_here = then.host == socket.gethostname()
+    last_given = last.given if last and last.given else GivenSettings(host="", settings={})
+    _refuse_unknown(reset, last_given.settings)
+    is_here = last_given.host == socket.gethostname()
     kept_values = {
         key: value
-        for key, value in then.settings.items()
+        for key, value in last_given.settings.items()
         if not _is_named(key, reset) and not _is_named(key, overrides) and (is_here or key not in NODE_LOCAL)
     }
     for (name, default), followers in GO_WITH.items():
         now = {**kept_values, **overrides}.get(name, default)
-        if str(now) != str(then.settings.get(name, default)):
+        if str(now) != str(last_given.settings.get(name, default)):
             kept_values = {key: value for key, value in kept_values.items() if key not in followers}
     merged = {**kept_values, **overrides}
     try:
@@ -68,9 +68,9 @@ def _is_named(key: str, names: Collection[str]) -> bool:
     return ALL in names or any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1))
 
 
-def _refuse_unknown(reset: Collection[str], then: Mapping[str, Any]) -> None:
+def _refuse_unknown(reset: Collection[str], last_given: Mapping[str, Any]) -> None:
     """Raise SettingsError for a name to reset that is no setting, no section, and was not given either."""
-    known = [*then, *loading.known_keys()]
+    known = [*last_given, *loading.known_keys()]
     for name in reset:
         if name != ALL and not any(_is_named(key, [name]) for key in known):
             loading.refuse_unknown({name: None})
@@ -92,14 +92,14 @@ def changes(last: EpochRecord | None, settings: RunSettings) -> Sequence[Setting
     `trainer.save_interval` and the default of `rollout.max_tokens` are fitted to the model at a start: until
     then they are not other ones.
     """
-    then = dict(flatten(last.settings)) if last else {}
+    last_settings = dict(flatten(last.settings)) if last else {}
     if settings.trainer.save_interval is None:
-        then.pop("trainer.save_interval", None)
+        last_settings.pop("trainer.save_interval", None)
     is_default = settings.rollout.max_tokens == RunSettings().rollout.max_tokens
     if is_default and not (last and last.given and "rollout.max_tokens" in last.given.settings):
-        then.pop("rollout.max_tokens", None)
+        last_settings.pop("rollout.max_tokens", None)
     return [
-        SettingChange(option_name(key), show(then[key]) or "empty", show(now) or "empty")
+        SettingChange(option_name(key), show(last_settings[key]) or "empty", show(now) or "empty")
         for key, now in flatten(settings.model_dump(mode="json"))
-        if key in then and then[key] != now
+        if key in last_settings and last_settings[key] != now
     ]

@@ -89,9 +89,9 @@ def _adapters(lora: LoraSettings) -> dict[str, str]:
 def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Raise SettingsError if something is not what the run, whose run.json this is, was started with."""
     for key, now in fixed.items():
-        then = run["fixed"][key]
-        if then["digest"] != now["digest"]:
-            was, name = (" with ".join(filter(None, (x["name"], x.get("with")))) for x in (then, now))
+        started_with = run["fixed"][key]
+        if started_with["digest"] != now["digest"]:
+            was, name = (" with ".join(filter(None, (x["name"], x.get("with")))) for x in (started_with, now))
             content = " (same name, other content)" if was == name else ""
             raise SettingsError(
                 f"{loading.option_name(key)} is {name}{content}, but this run was started with "

@@ -7,7 +7,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 WORDS = """
 said found given of about told one made wanted own what asked mine theirs ours there here whole held kept left
-rest taken tried moved over both seen gone others how who which apart beside behind away meant
+rest taken tried moved over both seen gone others how who which apart beside behind away meant then
 """
 EMPTY = frozenset(WORDS.split())
 SWEPT = ("coordinator", "rollout", "trainer")
@@ -15,6 +15,8 @@ SWEPT = ("coordinator", "rollout", "trainer")
 EXCEPTIONS = {
     ("coordinator/protocol/records.py", "given"): "a key of epoch records on disk",
     ("coordinator/journal/events.py", "what"): "a key of events on disk, given as a keyword",
+    ("coordinator/start/last_settings.py", "then"): "a key of events on disk: a setting has changed",
+    ("trainer/checkpoint/retrain.py", "then"): "beside `now`: a tensor as it was published",
     ("rollout/environments/openenv.py", "behind"): "an attribute of functions that code_of reads",
     ("rollout/environments/text_gym.py", "behind"): "an attribute of functions that code_of reads",
     ("rollout/environments/verifiers.py", "behind"): "an attribute of functions that code_of reads",

@@ -183,6 +183,7 @@ def _with(record: EpochRecord | None, overrides: Mapping[str, Any]) -> EpochReco
     if record is None or not overrides:
         return record
     settings = loading.overlay(RunSettings.published(record.settings), overrides).model_dump(mode="json")
-    then = record.given
-    update = {"settings": {**then.settings, **overrides}} if then else {}
-    return record.model_copy(update={"settings": settings, "given": then and then.model_copy(update=update)})
+    typed = record.given
+    update = {"settings": {**typed.settings, **overrides}} if typed else {}
+    typed = typed and typed.model_copy(update=update)
+    return record.model_copy(update={"settings": settings, "given": typed})

@@ -156,9 +156,11 @@ def _as_it_was(result: TrainResult, settings: dict[str, Any]) -> list[str]:
     """Return, as words of `run`, the settings with which the iteration was trained where the last start had
     others, and nothing that leaves this machine.
     """
-    then = dict(flatten({"trainer": result.settings.model_dump(mode="json")}))
-    now = dict(flatten({"trainer": settings["trainer"]}))
-    words = [f"{key}={json.dumps(value)}" for key, value in then.items() if now.get(key, value) != value]
+    trained = dict(flatten({"trainer": result.settings.model_dump(mode="json")}))
+    started = dict(flatten({"trainer": settings["trainer"]}))
+    words = [
+        f"{key}={json.dumps(value)}" for key, value in trained.items() if started.get(key, value) != value
+    ]
     words += [] if result.iterations is None else [f"iterations={result.iterations}"]
     return ["metrics.sinks=[]", *words]
 

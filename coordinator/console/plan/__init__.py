@@ -93,10 +93,10 @@ def command(findings: Findings, measured: RunFigures, best: Option) -> str:
     elif findings.in_crews:
         words += ["--reset-settings", "cluster.place", "--reset-settings", "cluster.max_async_level"]
     weights = rank_weights(measured, best)
-    now = cluster.rank_weights if machines == cluster.num_nodes else None
-    then, now = dict(enumerate(weights)), dict(enumerate(now or [1.0] * machines))
+    weights_now = cluster.rank_weights if machines == cluster.num_nodes else None
+    proposed, present = dict(enumerate(weights)), dict(enumerate(weights_now or [1.0] * machines))
     crews = (best.rollout, best.train)
-    if any(slowness(measured, crew, now) > WORTH * slowness(measured, crew, then) for crew in crews):
+    if any(slowness(measured, crew, present) > WORTH * slowness(measured, crew, proposed) for crew in crews):
         words += ["--rank-weights", ",".join(f"{weight:g}" for weight in weights)]
     return shlex.join(["run", "--master", "--log-path", str(findings.root), *words]) if words else ""
 

@@ -35,7 +35,7 @@ from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.kind import ServerSettingError
 from rollout.engines.model_dir import WeightsError, model_files, policy_digest
-from rollout.settings import TINY
+from rollout.settings import GENERATED, TINY
 from rollout.storage import known_files
 from rollout.storage.files import is_directory
 from rollout.tasks.file_kinds import HUB, RowError, hub_parts
@@ -107,7 +107,8 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
             code = [text for _file, text in functions.sources.values()]
             look_at_text(settings, model, tasks, engine_of(settings, MASTER), code)
     if root is not None and has_run(root):
-        _refuse_changes(root, settings, model, None if fetched or not tasks else tasks.training)
+        are_shorter = model is None and settings.rollout.max_prompt_tokens is not None  # not yet
+        _refuse_changes(root, settings, model, None if are_shorter or not tasks else tasks.training)
     if settings.model == TINY or model:
         context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
         fit_max_tokens(settings, overrides, context)
@@ -126,14 +127,19 @@ def _load_local(settings: RunSettings) -> None:
 
 
 def _refuse_changes(root: Path, settings: RunSettings, model: Path | None, tasks: TaskSet | None) -> None:
-    """Raise SettingsError for what may not change in the run at `root`, as far as it is known: `tasks` None:
-    they would be fetched. A model of the same name is not read again.
+    """Raise SettingsError for what may not change in the run at `root`, as far as it is known. `model`,
+    `tasks`: None if they would be fetched first. A model of the same name is not read again.
     """
     run = read_run_json(RunDir(root))
-    digest = ""
-    if model is not None and settings.model != run["fixed"]["model"]["name"]:
+    first_model, first_tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
+    digest, tasks_digest = "", tasks.digest if tasks else ""
+    if model is not None and settings.model != first_model:
         digest = policy_digest(known_files.checksums(model, model_files(model)))
-    fixed = fixed_by(settings, digest, tasks.digest if tasks else "")
-    unknown = {"tasks"} if tasks is None else set[str]()
+    elif model is None and settings.model not in (TINY, first_model) and not is_path(first_model):
+        digest = settings.model  # a name on Hugging Face, and the run's is another one, or builtin:tiny
+    if settings.tasks.startswith(HUB) and first_tasks.startswith(GENERATED):
+        tasks_digest = settings.tasks
+    fixed = fixed_by(settings, digest, tasks_digest)
+    unknown = set[str]() if tasks_digest else {"tasks"}
     unknown |= set() if digest or settings.model == TINY else {"model"}
     refuse_changes(run, {name: value for name, value in fixed.items() if name not in unknown})

@@ -190,8 +190,24 @@ def test_dry_run_refuses_other_tasks_of_a_run_that_was_begun(run: Run, begun: Ru
     assert ended.returncode == 2 and "but this run was started with builtin:arithmetic" in ended.stderr
     ended = run("--master", "--model", "small", "--log-path", "run", "--dry-run", "rollout.seed=0")
     assert ended.returncode == 2 and "but this run was started with builtin:tiny" in ended.stderr
-    hub = ("--master", "--tasks", "hf:a/b", "--model", "a/b")
-    assert run(*hub, "--log-path", "run", "--dry-run").returncode == 0
+    for hub in (["--tasks", "hf:a/b"], ["--model", "a/b"]):
+        ended = run("--master", *hub, "--log-path", "run", "--dry-run")
+        assert (
+            ended.returncode == 2 and f"{hub[0]} is {hub[1]}, but this run was started with" in ended.stderr
+        )
+
+
+def test_dry_run_compares_names_of_models_that_it_does_not_fetch(run: Run, place: Path) -> None:
+    for name in ("a/b", "/mnt/models/b"):  # what another machine has may be the same
+        run_dir = run_dir_at(place / f"run-{len(name)}")
+        fixed = {**FIXED, "model": {"name": name, "digest": "0"}}
+        write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": fixed})
+        same = ("--master", "--model", "a/b", "--dry-run", "--log-path", str(run_dir.root))
+        assert run(*same).returncode == 0
+        ended = run(*same, "--model", "a/c")
+        assert (ended.returncode == 2) == (name == "a/b"), ended.stderr
+        ended = run(*same, "--tasks", "good.jsonl")
+        assert ended.returncode == 2 and "good.jsonl, but this run was started with builtin:" in ended.stderr
 
 
 @pytest.mark.parametrize("words", [["--reset-settings"], ["--reset-settings", "rollout.seed=0"]])

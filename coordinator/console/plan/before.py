@@ -1,5 +1,6 @@
 """`run plan --model`: what a run would need of GPUs that need not be here."""
 
+import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 
 from coordinator.directory.layout import RunDir
 from coordinator.settings.loading import build
-from coordinator.settings.tree import SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import estimate
 from coordinator.start.dry_run import check_named
 from coordinator.start.inputs import STATE_BYTES, base_model_dir
@@ -17,6 +18,7 @@ from rollout.engines.hub import fetch_shapes
 from rollout.engines.model_dir import WeightsError, tensor_names
 from rollout.engines.model_facts import count_active_parameters, count_parameters
 from rollout.settings import TINY
+from rollout.storage.files import is_directory
 from trainer.memory import Shape
 
 NAMES = {"tasks", "eval_tasks", "rollout.reward", "rollout.environment"}
@@ -34,7 +36,7 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
     if model == TINY:
         raise SettingsError(f"--model {TINY}: it fits everywhere; give a model's directory")
     if overrides.keys() & NAMES:
-        check_named(settings, overrides)
+        _look_at(settings, overrides)
     with tempfile.TemporaryDirectory(prefix="flagpost-plan-") as temporary:
         directory = base_model_dir(settings, RunDir(Path()), partial(fetch_shapes, Path(temporary)))
         try:
@@ -51,3 +53,13 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
         state_bytes = STATE_BYTES * trained
         settings = with_save_interval(settings, {"save_interval": chosen_save_interval(state_bytes)})
         print("disk     ", estimate.disk_text(trained, state_bytes, settings, on_gpu=True))
+
+
+def _look_at(settings: RunSettings, overrides: Mapping[str, Any]) -> None:
+    """Check what the settings name; SettingsError as check_named. Directories may be on a cluster alone."""
+    if settings.data_path is not None and not is_directory(Path(settings.data_path)):
+        print(f"not looked at, as --data-path {settings.data_path} is not here: tasks, reward, environment",
+              file=sys.stderr)  # fmt: skip
+        return
+    cluster = settings.cluster.model_copy(update={"local_dir": None})
+    check_named(settings.model_copy(update={"cluster": cluster}), overrides)

@@ -35,6 +35,15 @@ def test_adapters_need_no_state_on_the_disk(model: Path, capsys: pytest.CaptureF
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["memory", "time"]
 
 
+def test_directories_may_be_on_the_cluster_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", str(model), "tasks=absent.jsonl"]
+    assert run(*words, "data_path=/mnt/none") == 0
+    assert "not looked at, as --data-path /mnt/none is not here: tasks, re" in capsys.readouterr().err
+    assert run(*words[:3], "tasks=builtin:products", "cluster.local_dir=/mnt/none") == 0
+    assert run(*words, "cluster.local_dir=/mnt/none") == 2
+    assert "absent.jsonl: no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -48,6 +48,10 @@ class RowError(ValueError):
     """A source cannot be read; the message is the place and the reason."""
 
 
+class NoRowsError(RowError):
+    """A file names its columns, and has no rows."""
+
+
 def place(file: str, number: int) -> str:
     """Return where a row is: `FILE:LINE`, or `FILE, row N`."""
     return f"{file}, row {number}" if kind(file) or file.endswith(".json") else f"{file}:{number}"

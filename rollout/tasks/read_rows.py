@@ -3,14 +3,17 @@ sets of Hugging Face. No file is held in memory, but one that is a single JSON d
 """
 
 import glob
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollout.storage import files
-from rollout.tasks.file_kinds import HUB, TABLES, RowError, TaskRow, kind
+from rollout.tasks.file_kinds import HUB, TABLES, NoRowsError, RowError, TaskRow, kind
 from rollout.tasks.table_rows import read_arrow, read_hub, read_parquet
 from rollout.tasks.text_rows import read_csv, read_json
+
+log = logging.getLogger(__name__)
 
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 """How the files of a split are named, one of which should not be trained on."""
@@ -34,8 +37,17 @@ def rows(source: str, *, default_split: str = "train", images: str = "images") -
     for file in _files(source):
         if Path(file).is_fifo():
             raise RowError(f"{file}: is a pipe, which can be read once alone; write it to a file first")
+        is_empty = True
         try:
-            yield from _READERS.get(kind(file), read_json)(file, images)
+            for row in _READERS.get(kind(file), read_json)(file, images):
+                is_empty = False
+                yield row
+            if is_empty and file != source:
+                log.warning("%s: holds no task, and is left out", file)
+        except NoRowsError as error:
+            if file == source:
+                raise
+            log.warning("%s; it is left out", error)
         except FileNotFoundError:
             by_name = "" if Path(file).suffix else f" (a data set of Hugging Face: {HUB}NAME)"
             by_name = " (nothing is fetched: download it first)" if "://" in file else by_name

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.storage import hashing
-from rollout.tasks.file_kinds import RowError, TaskRow, hint_by_beginning
+from rollout.tasks.file_kinds import NoRowsError, RowError, TaskRow, hint_by_beginning
 
 _BOM = b"\xef\xbb\xbf"
 _WRAPPERS = {"data", "rows", "train", "test", "examples", "instances", "items", "tasks"}
@@ -177,7 +177,7 @@ def read_csv(file: str, _images: str) -> Iterator[TaskRow]:
                 file, number, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
             )
         if header and not number:
-            raise RowError(f"{file}: has a first row alone, which names the columns, e.g. prompt,answer")
+            raise NoRowsError(f"{file}: has a first row alone, which names the columns, e.g. prompt,answer")
     except UnicodeDecodeError as error:
         raise RowError(f"{file}, row {number + 1}: not UTF-8; save the file as UTF-8") from error
     except csv.Error as error:

@@ -206,6 +206,28 @@ def test_directory_and_pattern_are_their_files_in_the_order_of_names(tmp_path: P
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "write"), [("jsonl", write_jsonl), ("csv", write_csv), ("parquet", write_parquet)]
+)
+def test_file_without_rows_among_others_is_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, write: Callable[..., Any]
+) -> None:
+    write(tmp_path / f"a.{name}", [{"prompt": "1"}])
+    if name == "csv":
+        (tmp_path / "b.csv").write_text("prompt,answer\n")
+    if name != "parquet":
+        (tmp_path / f"c.{name}").touch()
+    else:
+        empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
+        parquet.write_table(empty, tmp_path / "c.parquet")
+    assert [task["prompt"] for task in load(tmp_path).tasks] == ["1"]
+    assert caplog.messages[-1] == f"{tmp_path}/c.{name}: holds no task, and is left out"
+    if name == "csv":
+        assert caplog.messages[0].startswith(f"{tmp_path}/b.csv: has a first row alone")
+        with pytest.raises(TaskError, match="has a first row alone, which names the columns"):
+            load(tmp_path / "b.csv")
+
+
 def test_ids_of_several_files_are_unique_also_beside_empty_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n\n{"prompt": "a"}\n{"prompt": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "c"}\n')

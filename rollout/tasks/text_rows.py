@@ -73,12 +73,13 @@ def _way_out(file: str) -> str:
 
 
 def _document(file: str, first: bytes) -> list[Any] | None:
-    """Return the rows of a file that is one JSON document: an array, an object around one, or an object of
-    columns. None if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
+    """Return the rows of a file that is one JSON document: an array, an object around one, or a table. None
+    if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
     """
     try:
         line = json.loads(first)
-        if not isinstance(line, list) and not (isinstance(line, dict) and line.keys() & _WRAPPERS):
+        is_line = not isinstance(line, dict) or not (line.keys() & _WRAPPERS or _table(line))
+        if is_line and not isinstance(line, list):
             return None
     except ValueError:
         if first[:1] not in (b"[", b"{"):
@@ -92,16 +93,10 @@ def _document(file: str, first: bytes) -> list[Any] | None:
         raise RowError(f"{file}: {error}") from error
     if isinstance(content, list):
         return content if content and _is_rows(content) else None
-    if not isinstance(content, dict) or (
-        content.keys() & {"prompt", "messages"} and not _is_columns(content)
-    ):
+    if isinstance(content, dict) and (table := _table(content)):
+        return table
+    if not isinstance(content, dict) or content.keys() & {"prompt", "messages"}:
         return [content]
-    if _is_columns(content):
-        columns = {
-            name: list(value.values()) if isinstance(value, dict) else value
-            for name, value in content.items()
-        }
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     lists = {
         name: value
         for name, value in content.items()
@@ -119,14 +114,34 @@ def _is_rows(values: list[Any]) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 
-def _is_columns(content: dict[str, Any]) -> bool:
-    """Return whether an object has a list, or an object by row, for each column, as pandas writes tables."""
-    kinds, sizes = {type(value) for value in content.values()}, set[int]()
-    if kinds not in ({list}, {dict}):
-        return False
-    sizes = {len(value) for value in content.values()}
-    of_rows = kinds == {list} and any(_is_rows(value) for value in content.values())
-    return len(sizes) == 1 and 0 not in sizes and len(content) > 1 and not of_rows
+def _table(content: dict[str, Any]) -> list[Any]:
+    """Return the rows of an object that is a table as pandas writes it: a list, or an object by row, for each
+    column; an object for each row; or names of columns and lists of values. None are in another object.
+    """
+    values = list(content.values())
+    if content.keys() == {"columns", "index", "data"}:
+        names, rows = content["columns"], content["data"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return []
+        if not isinstance(rows, list) or any(
+            not isinstance(row, list) or len(row) != len(names) for row in rows
+        ):
+            return []
+        return [dict(zip(names, row, strict=True)) for row in rows]
+    if not values or {type(value) for value in values} not in ({list}, {dict}):
+        return []
+    if isinstance(values[0], dict):
+        if all(name.isdecimal() for name in content):
+            return values
+        row_names = {tuple(value) for value in values}
+        if len(row_names) > 1 or (len(values) == 1 and not all(map(str.isdecimal, row_names.pop()))):
+            return []  # as `messages` that are an object of lists
+        values = [list(value.values()) for value in values]
+    elif len(values) == 1 or any(_is_rows(value) for value in values):
+        return []  # an object around an array, or a task of lists of messages
+    if len({len(value) for value in values}) > 1:
+        return []
+    return [dict(zip(content, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _check_text(content: Any) -> None:

@@ -16,6 +16,8 @@ DOCUMENTS = {
     },
     "columns": {"prompt": ["a", "c"], "answer": ["b", "d"]},
     "columns of pandas": {"prompt": {"0": "a", "1": "c"}, "answer": {"0": "b", "1": "d"}},
+    "rows of pandas": {"0": {"prompt": "a", "answer": "b"}, "1": {"prompt": "c", "answer": "d"}},
+    "split by pandas": {"columns": ["prompt", "answer"], "index": [0, 1], "data": [["a", "b"], ["c", "d"]]},
 }
 
 
@@ -41,8 +43,6 @@ def test_bad_csv_is_an_error_in_one_line(tmp_path: Path, content: bytes, reason:
 @pytest.mark.parametrize("document", DOCUMENTS)
 @pytest.mark.parametrize("indent", [None, 1])
 def test_json_document_has_the_rows_of_its_array(tmp_path: Path, document: str, indent: int | None) -> None:
-    if document.startswith("columns") and indent is None:
-        pytest.skip("one line is one row")
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps(DOCUMENTS[document], indent=indent), encoding="utf-8-sig")
     tasks = load_tasks(str(path), seed=0, split="train").tasks
@@ -71,7 +71,8 @@ def test_json_document_without_rows_says_what_is_wanted(tmp_path: Path, text: st
 
 def test_object_over_lines_that_is_a_task_is_one(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
-    for task in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+    message = {"role": "user", "content": "a"}
+    for task in ({"prompt": "a"}, {"messages": [message]}, {"messages": [message], "tools": [{"name": "a"}]}):
         for indent in (None, 1):
             path.write_text(json.dumps(task, indent=indent))
             assert len(load_tasks(str(path), seed=0, split="train").tasks) == 1

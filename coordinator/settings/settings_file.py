@@ -1,16 +1,24 @@
 """Read a file of settings: TOML, YAML or JSON."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
 from coordinator.settings.loading import flatten, known_keys
 from coordinator.settings.tree import SettingsError
 
+TOML_OR_YAML = "pipe"
+"""What a pipe has in place of a suffix."""
+WRITER_S = 2.0
+"""How long a pipe may have no writer: a shell starts both sides at once."""
+
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the settings of a .toml, .yaml or .json file as dotted keys."""
+    """Read the settings of a .toml, .yaml or .json file, or of a pipe, as dotted keys."""
     try:
-        tree = _parse_file(path.read_text(encoding="utf-8"), path.suffix)
+        content = _read_pipe(path) if path.is_fifo() else path.read_bytes()
+        tree = _parse_file(content.decode(), path.suffix or (TOML_OR_YAML if path.is_fifo() else ""))
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}; give a .toml or .yaml file") from error
     except UnicodeDecodeError as error:
@@ -30,8 +38,27 @@ def read_file(path: Path) -> dict[str, Any]:
     }
 
 
+def _read_pipe(path: Path) -> bytes:
+    """Read a pipe to its end, as of `--config <(COMMAND)`. ValueError if nobody writes to it."""
+    pipe, deadline_s = os.open(path, os.O_RDONLY | os.O_NONBLOCK), time.monotonic() + WRITER_S
+    with open(pipe, "rb", buffering=0) as opened:
+        while (content := opened.read(1)) == b"":  # None: there is a writer, which has written nothing yet
+            if time.monotonic() > deadline_s:
+                raise ValueError("is a pipe, and nobody writes to it; write the settings to a file")
+            time.sleep(0.05)
+        os.set_blocking(pipe, True)
+        return (content or b"") + opened.readall()
+
+
 def _parse_file(text: str, suffix: str) -> Any:
     """Parse the text of a settings file; ValueError if it cannot be parsed."""
+    if suffix == TOML_OR_YAML:
+        try:
+            return _parse_file(text, ".toml")
+        except ValueError as error:
+            if isinstance(tree := _parse_file(text, ".yaml"), dict):
+                return cast(Any, tree)
+            raise ValueError(f"is neither TOML ({error}) nor YAML") from None
     if suffix == ".toml":
         import tomllib
 

@@ -1,6 +1,8 @@
 """Settings: what a person may type, what comes of it, and the one line that says what was wrong."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.console.commands.local import as_overrides
+from coordinator.settings import settings_file
 from coordinator.settings.cluster import parse_weights
 from coordinator.settings.loading import (
     OPTIONS,
@@ -324,6 +327,29 @@ def test_bad_config_file_is_named_once_with_the_reason(
     text = str(caught.value)
     assert text.startswith(f"--config {file}: ") and text.count("--config") == 1
     assert reason in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "content", [b"[rollout]\nseed = 3\n", b"rollout: {seed: 3}\n", b'{"rollout": {"seed": 3}}', b"- 3\n= 3"]
+)
+def test_pipe_with_a_writer_is_read_as_toml_or_yaml(tmp_path: Path, content: bytes) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    if b"seed" in content:
+        assert read_file(pipe) == {"rollout.seed": 3}
+    else:
+        with pytest.raises(SettingsError, match=r"^--config \S+: (is neither TOML|line 2)"):
+            read_file(pipe)
+    writer.join()
+
+
+def test_pipe_without_a_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_file, "WRITER_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match=r"^--config \S+: is a pipe, and nobody writes to it; write the"):
+        read_file(tmp_path / "pipe")
 
 
 def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.engines.completion import Completion
@@ -185,6 +185,7 @@ CALLS = st.lists(
 
 @pytest.mark.parametrize("parser", sorted(MARKED))
 @given(calls=CALLS)
+@settings(max_examples=40)
 def test_what_is_written_is_read(parser: str, calls: Calls) -> None:
     if parser == "glm45":  # a text that looks like JSON is not told apart from JSON
         calls = [
@@ -196,6 +197,7 @@ def test_what_is_written_is_read(parser: str, calls: Calls) -> None:
 
 @pytest.mark.parametrize("parser", sorted(MARKED))
 @given(calls=CALLS, data=st.data())
+@settings(max_examples=40)
 def test_text_that_is_cut_or_damaged_holds_no_half_calls(
     parser: str, calls: Calls, data: st.DataObject
 ) -> None:

@@ -59,8 +59,8 @@ def command(tmp_path: Path) -> list[str]:
     return [sys.executable, str(tmp_path / "server.py")]
 
 
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
     """A server behind HTTP, in a thread."""
     import uvicorn
 
@@ -101,12 +101,17 @@ def test_model_reads_results_and_what_is_wrong_with_a_call(how: str, request: py
     assert picture == {"type": "image", "image": "data:image/png;base64,Ynl0ZXMgb2YgYSBQTkc="}
 
 
-def test_tools_have_the_form_of_the_openai_api(command: list[str]) -> None:
-    async def listed() -> ToolServer:
-        async with tool_server(command) as opened:
-            return opened
+def test_tools_have_the_form_of_the_openai_api_and_calls_are_answered_in_their_order(url: str) -> None:
+    calls = tuple(ToolCall(f"id{n}", "add", {"a": n, "b": 1}) for n in range(3))
+    turn = Completion([], [], [], "", "tool_calls", calls=calls)
 
-    add, *others = asyncio.run(listed()).tools
+    async def answer() -> tuple[ToolServer, Any]:
+        async with tool_server(url) as opened:
+            return opened, await opened.answer(turn)
+
+    opened, answers = asyncio.run(answer())
+    assert answers == [{"role": "tool", "tool_call_id": f"id{n}", "content": str(n + 1)} for n in range(3)]
+    add, *others = opened.tools
     assert add["type"] == "function" and add["function"]["description"] == "Add two integers."
     assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 5
 
@@ -122,19 +127,6 @@ def test_tools_of_all_pages_are_listed() -> None:
         return [tool async for tool in module._listed(Paged())]
 
     assert asyncio.run(numbers()) == [0, 1, 2]
-
-
-def test_calls_of_a_turn_are_answered_in_their_order(command: list[str]) -> None:
-    calls = tuple(ToolCall(f"id{n}", "add", {"a": n, "b": 1}) for n in range(3))
-    turn = Completion([], [], [], "", "tool_calls", calls=calls)
-
-    async def answer() -> Any:
-        async with tool_server(command) as opened:
-            return await opened.answer(turn)
-
-    assert asyncio.run(answer()) == [
-        {"role": "tool", "tool_call_id": f"id{n}", "content": str(n + 1)} for n in range(3)
-    ]
 
 
 def test_slow_call_is_an_error_for_the_model_and_the_command_ends_with_the_block(command: list[str]) -> None:
@@ -174,9 +166,9 @@ def test_server_behind_a_url_that_ends_is_an_error_of_the_environment(tmp_path: 
         process.wait()
 
 
-def test_what_the_block_raises_is_what_is_raised(command: list[str]) -> None:
+def test_what_the_block_raises_is_what_is_raised(url: str) -> None:
     async def fail() -> None:
-        async with tool_server(command):
+        async with tool_server(url):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

@@ -69,7 +69,7 @@ def test_a_program_is_worth_the_tests_it_passes(program: str, fraction: float) -
     ],
 )
 def test_what_only_looks_as_if_it_passed_is_worth_nothing(program: str) -> None:
-    assert passed(program, ADDS) == 0.0
+    assert passed(program, ADDS, Limits(cpu_s=1)) == 0.0
 
 
 def test_names_of_the_program_do_not_replace_those_of_a_test() -> None:

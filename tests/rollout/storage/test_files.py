@@ -119,9 +119,6 @@ def test_rename_that_failed_leaves_no_temporary_though_the_file_is_as_wanted(
     assert tree(tmp_path) == {"a"}
 
 
-# ---- create once
-
-
 # ---- errors
 
 
@@ -270,9 +267,6 @@ def test_rename_of_a_directory_whose_reply_was_lost_is_believed(
     failing(monkeypatch, "rename", number, times=1, after=True)
     files.rename(tmp_path / "a", tmp_path / "b")
     assert tree(tmp_path) == {"b"}
-
-
-# ---- lines
 
 
 def test_of_links_only_the_links_are_removed(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Files of the shared directory over a filesystem that misbehaves: what `files` makes of each fault."""
 
-import errno
 import hashlib
 import json
 import logging
@@ -107,16 +106,6 @@ def test_document_that_grew_is_read_whole_with_old_attributes(shared: FaultFs) -
     publish(one, b"y" * 300_000)
     assert files.read(two) == b"y" * 300_000
     assert hashing.checksums(two.parent) == facts_of(shared.backing)
-
-
-def test_directory_that_another_client_has_just_made_is_used(shared: FaultFs) -> None:
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    shared.set(negative_s=LONG_S)
-    assert not two.exists()
-    make_directory(one)
-    make_directory(two / "b")
-    publish(two / "b" / "file", b"data")
-    assert files.read(one / "b" / "file") == b"data"
 
 
 def test_two_clients_make_the_same_directories_at_once(shared: FaultFs) -> None:
@@ -226,29 +215,6 @@ def test_large_file_is_copied_and_hashed_where_no_attempt_could_read_all_of_it(
 
 
 # ---- a filesystem that does not take it
-
-
-def test_full_disk_is_told_at_once_with_the_space_that_is_left(shared: FaultFs) -> None:
-    path = shared[0].path / "a"
-    publish(path, b"old")
-    shared.set(full=True)
-    with pytest.raises(
-        SharedFsError, match=rf"cannot write {path}: No space .* \(0\.0 of [\d.]+ GB free\); free"
-    ):
-        publish(path, b"new")
-    with pytest.raises(SharedFsError, match=r"0\.0 of"):
-        append_line(path, "more")
-    assert files.read(path) == b"old" and os.listdir(shared.backing) == ["a"]
-    shared.set(full=False)
-    publish(path, b"new")
-    assert files.read(path) == b"new"
-
-
-def test_read_only_mount_is_told_at_once(shared: FaultFs) -> None:
-    shared.set(read_only=True)
-    with pytest.raises(SharedFsError, match="it is mounted read-only") as caught:
-        publish(shared[0].path / "a", b"data")
-    assert caught.value.errno == errno.EROFS
 
 
 def test_frozen_filesystem_is_waited_for(shared: FaultFs) -> None:

@@ -42,14 +42,6 @@ def test_race_has_one_winner_who_knows_it(shared: FaultFs, no_links: str, faults
     race(shared, 40 if no_links and faults else 100)
 
 
-@pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS", "EOPNOTSUPP"])
-def test_filesystem_without_hard_links_creates_once(shared: FaultFs, refusal: str) -> None:
-    shared.set(no_links=refusal)
-    one, two = (mount.path / "a" for mount in shared.mounts)
-    assert create_once(one, b'{"by": 1}') and not create_once(two, b'{"by": 2}')
-    assert files.read(two) == b'{"by": 1}'
-
-
 @pytest.mark.parametrize("torn", [b"", b'{"iteration": 1, "ta'], ids=["empty", "half"])
 @pytest.mark.parametrize("no_links", ["", "EPERM"], ids=["links", "no links"])
 def test_torn_file_is_created_anew(shared: FaultFs, no_links: str, torn: bytes) -> None:

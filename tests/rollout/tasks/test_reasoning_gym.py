@@ -84,18 +84,11 @@ def test_tasks_are_the_same_on_every_node() -> None:
         "import random; random.seed(); from rollout.tasks.task_set import load_tasks; "
         f"print(load_tasks({HARD_TO_REPEAT!r}, seed=0, split='train').digest)"
     )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(digests) == 1
+    env = {**os.environ, "PYTHONHASHSEED": "1"}
+    other = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert other.stdout.strip() == load_tasks(HARD_TO_REPEAT, seed=0, split="train").digest
 
 
 def test_every_answer_is_right_by_its_own_scorer_in_another_process() -> None:

@@ -57,18 +57,33 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
 
 
+Trained = tuple[Learner, TrainRequest, TrainResult]
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Learner, TrainResult]]]:
+    """What the first of the tests that need a training has written, and its learner."""
+    return tmp_path_factory.mktemp("once") / "staging", []
+
+
 @pytest.fixture
 def trained(
-    batch: Batch, make_request: Callable[..., TrainRequest]
-) -> tuple[Learner, TrainRequest, TrainResult]:
-    request = make_request(batch)
-    learner = load_base(request)
-    return learner, request, run_phase(learner, batch, request)
+    batch: Batch,
+    make_request: Callable[..., TrainRequest],
+    once: tuple[Path, list[tuple[Learner, TrainResult]]],
+) -> Trained:
+    """A learner, which is to stay as it is, and a copy of what it has written."""
+    request, (written, done) = make_request(batch), once
+    if not done:
+        learner = load_base(request)
+        done.append((learner, run_phase(learner, batch, request)))
+        shutil.copytree(request.staging_dir, written)
+    else:
+        shutil.copytree(written, request.staging_dir, dirs_exist_ok=True)
+    return done[0][0], request, done[0][1]
 
 
-def test_checkpoint_loads_with_transformers_and_holds_the_trained_weights(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
+def test_checkpoint_loads_with_transformers_and_holds_the_trained_weights(trained: Trained) -> None:
     learner, request, _ = trained
     model = AutoModelForCausalLM.from_pretrained(request.staging_dir, dtype="auto")
     loaded = dict(model.named_parameters())
@@ -108,9 +123,7 @@ def test_all_that_goes_with_the_weights_is_in_the_checkpoint_and_nothing_foreign
     check_model_dir(staging_dir)
 
 
-def test_result_names_every_file_with_its_checksum_and_the_new_policy(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
+def test_result_names_every_file_with_its_checksum_and_the_new_policy(trained: Trained) -> None:
     _, request, result = trained
     staging_dir = Path(request.staging_dir)
     assert TrainResult.from_json((staging_dir / "result.json").read_bytes()) == result
@@ -146,9 +159,7 @@ def test_result_is_written_after_everything_else_is_durable(
     assert (last_file, last) == ("result.json", ".")
 
 
-def test_every_file_has_the_mode_of_an_ordinary_one(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
+def test_every_file_has_the_mode_of_an_ordinary_one(trained: Trained) -> None:
     _, request, result = trained
     modes = {
         (Path(request.staging_dir) / name).stat().st_mode & 0o777 for name in [*result.files, "result.json"]
@@ -156,23 +167,7 @@ def test_every_file_has_the_mode_of_an_ordinary_one(
     assert len(modes) == 1
 
 
-def test_resumed_training_goes_on_exactly_as_an_uninterrupted_one(
-    batch: Batch,
-    make_request: Callable[..., TrainRequest],
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
-    uninterrupted, first, _ = trained
-    second = make_request(batch, base=Path(first.staging_dir))
-    resumed = load_base(second)
-    assert resumed.optimizer_step == 3
-    for learner in (uninterrupted, resumed):
-        train(learner, batch, second.settings, max_tokens=32, report=lambda line: None)
-    for name, parameter in weights(uninterrupted).items():
-        torch.testing.assert_close(resumed.parameters[name].detach(), parameter, rtol=0, atol=1e-6)
-    assert resumed.optimizer_step == uninterrupted.optimizer_step == 6
-
-
-def test_adapted_entropy_bonus_goes_on_bit_by_bit(
+def test_resumed_training_and_adapted_entropy_bonus_go_on_bit_by_bit(
     batch: Batch, make_request: Callable[..., TrainRequest]
 ) -> None:
     given = {"entropy_target": 5.0, "entropy_bonus": 0.01, "entropy_step": 0.003, "learning_rate": 1e-3}
@@ -181,6 +176,7 @@ def test_adapted_entropy_bonus_goes_on_bit_by_bit(
     run_phase(uninterrupted, batch, first)
     second = with_settings(make_request(batch, base=Path(first.staging_dir)), **given)
     resumed = load_base(second)
+    assert resumed.optimizer_step == 3
     steps = [
         train(learner, batch, second.settings, max_tokens=32, report=lambda line: None)
         for learner in (uninterrupted, resumed)
@@ -207,9 +203,7 @@ def test_large_state_is_several_files_which_are_read_as_one(
 
 
 def test_without_trainer_state_the_optimizer_starts_afresh(
-    batch: Batch,
-    make_request: Callable[..., TrainRequest],
-    trained: tuple[Learner, TrainRequest, TrainResult],
+    batch: Batch, make_request: Callable[..., TrainRequest], trained: Trained
 ) -> None:
     shutil.rmtree(Path(trained[1].staging_dir) / "trainer_state")
     learner = load_base(make_request(batch, base=Path(trained[1].staging_dir)))
@@ -335,9 +329,7 @@ def test_weights_with_another_digest_are_refused(base_dir: Path) -> None:
         checkpoint.load(base_dir, "0123", CPU, TrainerSettings())
 
 
-def test_trainer_state_is_read_where_one_call_in_five_fails(
-    trained: tuple[Learner, TrainRequest, TrainResult], tmp_path: Path
-) -> None:
+def test_trainer_state_is_read_where_one_call_in_five_fails(trained: Trained, tmp_path: Path) -> None:
     if reason := unavailable():
         pytest.skip(reason)
     learner, request, result = trained
@@ -353,9 +345,7 @@ def test_trainer_state_is_read_where_one_call_in_five_fails(
     assert all(torch.equal(one, other) for one, other in zip(*moments, strict=True))
 
 
-def test_trainer_state_of_other_weights_is_refused(
-    base_dir: Path, tmp_path: Path, trained: tuple[Learner, TrainRequest, TrainResult]
-) -> None:
+def test_trainer_state_of_other_weights_is_refused(base_dir: Path, tmp_path: Path, trained: Trained) -> None:
     mixed = shutil.copytree(base_dir, tmp_path / "mixed")
     shutil.copytree(Path(trained[1].staging_dir) / "trainer_state", mixed / "trainer_state")
     with pytest.raises(
@@ -364,9 +354,7 @@ def test_trainer_state_of_other_weights_is_refused(
         checkpoint.load(mixed, trained[1].base_policy, CPU, TrainerSettings())
 
 
-def test_trainer_state_of_another_model_is_refused(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
+def test_trainer_state_of_another_model_is_refused(trained: Trained) -> None:
     _, request, result = trained
     directory = Path(request.staging_dir) / "trainer_state"
     path = directory / "state-00001-of-00001.safetensors"
@@ -382,7 +370,7 @@ def test_trainer_state_of_another_model_is_refused(
         checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
 
 
-def test_damaged_trainer_state_is_refused(trained: tuple[Learner, TrainRequest, TrainResult]) -> None:
+def test_damaged_trainer_state_is_refused(trained: Trained) -> None:
     _, request, result = trained
     path = Path(request.staging_dir) / "trainer_state" / "state-00001-of-00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -392,9 +380,7 @@ def test_damaged_trainer_state_is_refused(trained: tuple[Learner, TrainRequest, 
         checkpoint.load(Path(request.staging_dir), result.policy, CPU, request.settings)
 
 
-def test_trainer_state_of_an_older_format_is_refused(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-) -> None:
+def test_trainer_state_of_an_older_format_is_refused(trained: Trained) -> None:
     _, request, result = trained
     document = {"format": 1, "policy": result.policy, "optimizer_step": 3}
     (Path(request.staging_dir) / "trainer_state" / "state.json").write_text(json.dumps(document))
@@ -408,10 +394,7 @@ def test_directory_that_is_no_whole_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_state_that_cannot_be_saved_in_the_background_is_named_and_training_goes_on(
-    trained: tuple[Learner, TrainRequest, TrainResult],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "RETRY_S", 0.1)
     learner, _, result = trained
@@ -504,22 +487,17 @@ def test_adapters_are_written_as_peft_does_and_go_on_with_their_state(
     )
 
 
-def test_rank_that_wakes_after_its_staging_directory_has_gone_makes_no_other(
-    trained: tuple[Learner, TrainRequest, TrainResult], batch: Batch
-) -> None:
+def test_rank_that_wakes_after_its_staging_directory_has_gone_makes_no_other(trained: Trained) -> None:
     learner, request, _ = trained
     staging = Path(request.staging_dir)
     shutil.rmtree(staging)
     with pytest.raises(CheckpointError, match="is not there any more"):
-        run_phase(learner, batch, request)
+        checkpoint.write(learner, staging, request, 3, {}, StateSaver(timeout_s=60))
     assert not staging.exists()
 
 
 def test_what_is_hashed_read_and_written_is_progress(
-    batch: Batch,
-    make_request: Callable[..., TrainRequest],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    batch: Batch, make_request: Callable[..., TrainRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for module in (hashing, writer):

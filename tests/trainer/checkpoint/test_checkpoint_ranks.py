@@ -46,7 +46,8 @@ def root(job: Path, make_request: Callable[..., TrainRequest], batch: Batch) -> 
         for k in (1, 2, 3):
             request = make_request(batch)
             # By default AdamW takes whole steps on the smallest gradients, whose signs rounding decides.
-            settings = request.settings.model_copy(update={"save_dtype": "bfloat16", "eps": 0.1})
+            more = {"save_dtype": "bfloat16", "eps": 0.1, "max_tokens_per_microbatch": 512}
+            settings = request.settings.model_copy(update=more)
             (job / f"request_{k}.json").write_bytes(
                 request.model_copy(update={"settings": settings}).to_json()
             )

@@ -1,11 +1,14 @@
 """An adapter that cannot be added to its base says why in one line. What the sum is: test_training.py."""
 
 import json
+import runpy
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,9 +121,19 @@ def test_adapter_that_adds_no_weights_is_refused(
     assert "is of the kind PROMPT_TUNING, tokens before a prompt, which no weights can hold" in line
 
 
-def test_base_that_is_gone_is_named(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_that_is_gone_is_named(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: list[str], **_: Any) -> SimpleNamespace:  # in this process: another one imports for seconds
+        monkeypatch.setattr("sys.argv", argv[argv.index("-m") + 1 :])
+        monkeypatch.delitem(sys.modules, sys.argv[0])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        return SimpleNamespace(returncode=ended.value.code, stderr=capsys.readouterr().err)
+
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
+    monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SettingsError, match="adapter is an adapter, and could not be added") as raised:
         export.merge_adapter(adapter, tmp_path / "out")
     assert "/gone" in str(raised.value) and "\n" not in str(raised.value)

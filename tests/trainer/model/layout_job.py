@@ -31,6 +31,9 @@ from trainer.update.step import train
 
 CPU = torch.device("cpu")
 LIMIT_S = 120.0
+"""For ranks that wait for one another."""
+JOB_LIMIT_S = 270.0
+"""For all cases, which take a minute of CPU time."""
 
 
 def run_rank(directory: Path, rank: int) -> None:
@@ -116,8 +119,8 @@ def main() -> None:
         process.start()
     running = list(processes)
     while running and not any(process.exitcode for process in processes):
-        if not wait([process.sentinel for process in running], LIMIT_S):
-            sys.exit(f"the ranks were not done within {LIMIT_S} s")
+        if not wait([process.sentinel for process in running], JOB_LIMIT_S):
+            sys.exit(f"the ranks were not done within {JOB_LIMIT_S} s")
         running = [process for process in running if process.exitcode is None]
     sys.exit(any(process.exitcode for process in processes))  # ends those that wait for a failed one
 

@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,6 +88,8 @@ def test_adapters_are_float32_over_weights_in_bfloat16(base_dir: Path) -> None:
 def test_trained_adapters_are_loaded_by_peft_and_by_transformers_alike(
     model: Any, base_dir: Path, adapter_dir: Path
 ) -> None:
+    from peft import PeftModel  # slow to import
+
     wanted = logits(model)
     assert (wanted - logits(base_model(base_dir))).abs().max() > 0.1
     by_peft: Any = PeftModel.from_pretrained(base_model(base_dir), str(adapter_dir))

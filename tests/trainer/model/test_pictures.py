@@ -113,25 +113,6 @@ def mismatch(learner: Learner, microbatch: Microbatch) -> float:
     return float((learner.logprobs(microbatch)[0] - torch.from_numpy(microbatch.engine_logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("packing", [Packing(several=False), Packing(), Packing(pairs_per_token=768.0)])
-def test_engine_and_trainer_compute_the_same_and_exchanged_pictures_are_noticed(
-    seen: Seen, packing: Packing
-) -> None:
-    learner, plan = learner_of(seen), microbatches(batch_of(seen.groups), packing)
-    assert learner.arrangement.packing == Packing(pairs_per_token=768.0)  # it found all three right
-    assert any(part.segments is not None for part in plan) == (packing.pairs_per_token > 0)
-    exchanged = []
-    for part in plan:
-        assert mismatch(learner, part) < 1e-5
-        assert part.pictures is not None
-        names = [digest for digest, _, _ in part.pictures]
-        others = {name: names[number - 1] for number, name in enumerate(dict.fromkeys(names))}
-        wrong = replace(part, pictures=[(others[name], *at) for name, *at in part.pictures])
-        if any(name != other for name, other in others.items()):
-            exchanged.append(mismatch(learner, wrong))
-    assert exchanged and min(exchanged) > 1e-3
-
-
 def test_samples_list_their_pictures_and_their_expanded_tokens(seen: Seen) -> None:
     first, second = (pictures_in(seen.tasks[k]["messages"])[0] for k in (0, 1))
     for sample in seen.groups[4]:

@@ -16,6 +16,7 @@ from rollout.engines.model_dir import WeightsError
 from scripts.tiny_models import make_tiny_model
 from tests.models import GPT2_LIKE, LLAMA_LIKE
 from tests.paths import REPOSITORY
+from tests.trainer.model.slices_job import LAYOUTS
 from trainer.model.loading import build_scorer
 from trainer.model.parallel import Layout
 from trainer.model.slices import blank_model
@@ -41,8 +42,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Merged experts, convolutions, biases, tied and untied heads, positions of several kinds."""
 ADAPTED = ("qwen3", "qwen3_moe")
-LAYOUTS = {"fsdp": (3, 1), "tensor": (4, 2)}
-"""Ranks, and how many share a layer; 3 divides hardly any dimension."""
 
 
 def make(directory: Path, family: str, **more: Any) -> Path:
@@ -70,36 +69,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "model.safetensors").unlink()
     model.save_pretrained(path, max_shard_size="20kB")
     assert len(list(path.glob("*.safetensors"))) > 2
+    (root / "adapters").mkdir()
+    for name in ADAPTED:
+        (root / "adapters" / name).symlink_to(root / "models" / name)
     return root
 
 
-def run(models: Path, directory: Path, ranks: int, size: int) -> list[dict[str, Any]]:
-    """What each rank has found in `models`, linked from `directory`."""
-    done = subprocess.run(
-        [sys.executable, JOB, directory, str(ranks), str(size)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def found(models: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each rank has found, by layout."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, JOB, models], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {
+        layout: [json.loads((models / f"{layout}_{rank}.json").read_text()) for rank in range(ranks)]
+        for layout, (ranks, _) in LAYOUTS.items()
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_are_what_transformers_loads_whole_and_adapters_are_the_same_on_every_rank(
-    models: Path, tmp_path: Path, layout: str
+    models: Path, found: dict[str, list[dict[str, Any]]], layout: str
 ) -> None:
-    (tmp_path / "models").symlink_to(models / "models")
-    (tmp_path / "adapters").mkdir()
-    for name in ADAPTED if layout == "fsdp" else ():
-        (tmp_path / "adapters" / name).symlink_to(models / "models" / name)
-    found = run(models, tmp_path, *LAYOUTS[layout])
-    adapters = {f"adapters/{path.name}" for path in (tmp_path / "adapters").iterdir()}
+    adapters = {f"adapters/{name}" for name in ADAPTED if layout == "fsdp"}
     names = {f"models/{path.name}" for path in (models / "models").iterdir()}
-    assert found[0].keys() == names | adapters
-    refused = {name for name in names if "refused" in found[0][name]}
+    first = found[layout][0]
+    assert first.keys() == names | adapters
+    refused = {name for name in names if "refused" in first[name]}
     assert not refused or (layout == "tensor" and len(names - refused) > 5), refused
-    for rank in found:
+    for rank in found[layout]:
         assert all(rank[name]["differs"] == [] for name in adapters)
         for name in names - refused:
             assert rank[name]["differs"] == [], name

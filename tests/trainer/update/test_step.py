@@ -111,8 +111,8 @@ def test_compiled_layers_train_as_others(
 ) -> None:
     from torch._dynamo.utils import counters  # slow to import
 
-    # All but making the code, for which a compiler of C++ takes minutes on a busy machine.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    # All but making the code: that takes 20 s of torch, and minutes of a compiler of C++ on a busy machine.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     results: list[tuple[torch.Tensor, list[StepStats]]] = []
     for compiled in (False, True):
         counters.clear()

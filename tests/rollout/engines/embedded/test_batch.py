@@ -135,16 +135,6 @@ def test_tokens_are_the_same_in_any_company(engine: EmbeddedEngine, others: int)
         rows_of(other.future)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 64])
-def test_tokens_do_not_depend_on_max_batch(engine: EmbeddedEngine, model_dir: Path, max_batch: int) -> None:
-    requests = [(prompt_of(1 + 5 * i), 10 * i) for i in range(5)]
-    expected = [tokens_of(engine.submit(generation(p, n=4, seed=s))) for p, s in requests]
-    other = EmbeddedEngine(model_dir, dtype=torch.float64, max_batch=max_batch)
-    other.start()
-    futures = [other.submit(generation(p, n=4, seed=s)) for p, s in requests]
-    assert [tokens_of(future) for future in futures] == expected
-
-
 def test_row_that_joins_midway_draws_what_it_draws_alone(model_dir: Path) -> None:
     """Without the engine's thread, so that the moment of joining is known."""
     model = load_model(model_dir, torch.float64)

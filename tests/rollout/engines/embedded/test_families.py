@@ -80,9 +80,11 @@ def make_family(path: Path, name: str, model_dir: Path, seed: int = 0) -> Path:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+) -> tuple[str, Path, EmbeddedEngine]:
+    """Its name, a model of it, and an engine that has one."""
     torch.set_num_threads(1)
-    return request.param, make_family(tmp_path_factory.mktemp(request.param), request.param, model_dir)
+    directory = make_family(tmp_path_factory.mktemp(request.param), request.param, model_dir)
+    return request.param, directory, started(directory)
 
 
 def started(directory: Path, max_batch: int = 64) -> EmbeddedEngine:
@@ -121,26 +123,29 @@ def kind_of(batch: Batch) -> str:
     return "cohorts" if batch.is_cached else "uncached"
 
 
-def test_row_gets_the_logprobs_that_the_model_gives_it_alone(family: tuple[str, Path]) -> None:
-    name, directory = family
+def test_row_gets_the_logprobs_that_the_model_gives_it_alone(
+    family: tuple[str, Path, EmbeddedEngine],
+) -> None:
+    name, directory, engine = family
     _, kind, precision = FAMILIES[name]
-    engine = started(directory)
     # Prompts shorter and longer than the window; rows leave at different times, and 8 wait for a place.
     requests = [generation(length, n=9, seed=length, max_tokens=30 - length) for length in (1, 4, 4, 17)]
     rows = [row for future in map(engine.submit, requests) for row in rows_of(future)]
     assert max(len(row.generation.prompt_ids + row.token_ids) for row in rows) > 3 * WINDOW
     model = load_model(directory, torch.float64)
     assert max(error_of(model, row) for row in rows) < precision
-    assert kind_of(batch_maker(model)(model)) == kind
+    assert kind_of(engine._batch) == kind
     prompt = generation(17).prompt_ids
     row = SampleInProgress(Generation(prompt[:1], 1, 16, 1.0, 1.0, (), 0), 0, token_ids=prompt[1:])
     row.logprobs = engine.prompt_logprobs(prompt).result(WAIT_S)
     assert error_of(model, row) < precision
 
 
-def test_tokens_are_the_same_alone_and_in_company_of_any_size(family: tuple[str, Path]) -> None:
-    _, directory = family
-    small, large = started(directory, max_batch=3), started(directory)
+def test_tokens_are_the_same_alone_and_in_company_of_any_size(
+    family: tuple[str, Path, EmbeddedEngine],
+) -> None:
+    _, directory, large = family
+    small = started(directory, max_batch=3)
     watched = [generation(length, n=3, seed=100 * length) for length in (2, 2, 9)]
     alone = [tokens_of(large.submit(generation(len(w.prompt_ids), n=3, seed=w.seed))) for w in watched]
     company = [large.submit(generation(1 + i % 5, seed=i, max_tokens=1 + i)) for i in range(12)]

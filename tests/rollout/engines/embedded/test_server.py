@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,23 +59,6 @@ def test_messages_take_the_template(server: RunningServer) -> None:
     _, messages = call(server, "POST", "/tokenize", {"messages": [{"role": "user", "content": "1+2"}]})
     _, text = call(server, "POST", "/tokenize", {"prompt": "user 1+2\na ", "add_special_tokens": False})
     assert messages["tokens"] == text["tokens"]
-
-
-def test_256_requests_at_once_get_what_each_gets_alone(server: RunningServer) -> None:
-    prompts = [f"{i}+{7 * i}=" for i in range(256)]
-    alone = [token_ids(server, prompt=prompt, seed=i)[0] for i, prompt in enumerate(prompts[:20])]
-    together: dict[int, list[int]] = {}
-
-    def ask(i: int) -> None:
-        together[i] = token_ids(server, prompt=prompts[i], seed=i)[0]
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(256)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(together) == 256
-    assert [together[i] for i in range(20)] == alone
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,9 +47,12 @@ SETTINGS: dict[str, Any] = {
 COMPARED = ("loss", "entropy", "kl_engine", "kl_reference", "clip_fraction", "grad_norm", "mismatch_max")
 PLAIN = {**SETTINGS, "kl": "off", "learning_rate": 1e-4}
 SHARDED = {"layout": "sharded"}
+TENSOR = {"tensor_parallel_size": 2}
 HYBRID = {"layout": "hybrid"}
 MUON: dict[str, Any] = {"optimizer": "muon", "eps": 0.1}
 """AdamW takes small steps on the smallest gradients, whose signs the rounding of Muon would decide."""
+REWARD = {"kl": "k1", "kl_in": "reward", "advantage": "leave_one_out"}
+REWARD_OF_TOKENS = {"kl": "k1", "kl_in": "token_reward", "advantage": "whitened"}
 HALF = {"save_dtype": "bfloat16"}
 """Weights that are rounded where they are used."""
 MIXED: dict[str, Any] = {"compute_dtype": "bfloat16"}
@@ -57,7 +60,7 @@ MIXED: dict[str, Any] = {"compute_dtype": "bfloat16"}
 IN_BFLOAT16: dict[str, dict[str, Any]] = {
     "replicated_mixed": MIXED,
     "sharded_mixed": MIXED | SHARDED,
-    "tensor_mixed": MIXED | {"tensor_parallel_size": 2},
+    "tensor_mixed": MIXED | TENSOR,
     "sharded_context_mixed": MIXED | SHARDED | {"context_parallel": 2},
 }
 FAMILIES = {
@@ -73,56 +76,47 @@ UNDIVIDED = {
     "qwen3_next": "scores are wrong by .*, as with recurrent layers",
 }
 """Families in which they cannot, and what is said."""
+
+
+def case(
+    name: str,
+    ranks: int,
+    settings: dict[str, Any],
+    model: str = "model",
+    weights: Sequence[int] = (),
+    on_node: Sequence[int] = (),
+) -> dict[str, Any]:
+    """A case of layout_job.py; by default the first rank gets twice as much as any other."""
+    rank_weights = [*weights] or [2] + [1] * (ranks - 1)
+    made = {"name": name, "model": model, "ranks": ranks, "rank_weights": rank_weights, "settings": settings}
+    return made | ({"on_node": [*on_node]} if on_node else {})
+
+
 CASES = [
-    {"name": "replicated", "ranks": 3, "rank_weights": [2, 1, 1], "settings": {}},
-    {"name": "large", "ranks": 3, "rank_weights": [9, 1, 1], "settings": {"shard_from_parameters": 1000}},
-    {"name": "tensor", "ranks": 4, "rank_weights": [2, 1, 1, 1], "settings": {"tensor_parallel_size": 2}},
-    {
-        "name": "sharded_context",
-        "ranks": 4,
-        "rank_weights": [2, 1, 1, 1],
-        "settings": SHARDED | {"context_parallel": 2},
-    },
-    {"name": "hybrid", "ranks": 4, "rank_weights": [2, 1, 1, 1], "on_node": [2] * 4, "settings": HYBRID},
-    {"name": "replicated_half", "ranks": 2, "rank_weights": [1, 1], "settings": HALF},
-    {"name": "sharded_half", "ranks": 2, "rank_weights": [2, 1], "settings": SHARDED | HALF},
-    {"name": "replicated_muon", "ranks": 2, "rank_weights": [2, 1], "settings": MUON},
-    {"name": "sharded_muon", "ranks": 3, "rank_weights": [2, 1, 1], "settings": SHARDED | MUON},
-    {
-        "name": "tensor_muon",
-        "ranks": 4,
-        "rank_weights": [2, 1, 1, 1],
-        "settings": {"tensor_parallel_size": 2} | MUON,
-    },
-    {
-        "name": "tensor_half",
-        "ranks": 2,
-        "rank_weights": [1, 1],
-        "settings": HALF | {"tensor_parallel_size": 2},
-    },
+    case("replicated", 3, SETTINGS),
+    case("large", 3, SETTINGS | {"shard_from_parameters": 1000}, weights=[9, 1, 1]),
+    case("tensor", 4, SETTINGS | TENSOR),
+    case("sharded_context", 4, SETTINGS | SHARDED | {"context_parallel": 2}),
+    case("hybrid", 4, SETTINGS | HYBRID, on_node=[2] * 4),
+    case("replicated_half", 2, SETTINGS | HALF, weights=[1, 1]),
+    case("sharded_half", 2, SETTINGS | SHARDED | HALF),
+    case("tensor_half", 2, SETTINGS | TENSOR | HALF, weights=[1, 1]),
+    # Of two heads for keys, four ranks need two copies.
+    case("replicated_context_reward", 4, SETTINGS | REWARD | {"context_parallel": 4}),
+    case("replicated_muon_reward", 3, SETTINGS | MUON | REWARD),
+    case("sharded_muon_token_reward", 3, SETTINGS | SHARDED | MUON | REWARD_OF_TOKENS),
+    case("tensor_muon_reward", 4, SETTINGS | TENSOR | MUON | REWARD),
+    case("hybrid_tensor", 4, SETTINGS | HYBRID | TENSOR, on_node=[2] * 4),
+]
+OTHER_CASES = [
+    *(case(family, 2, PLAIN | SHARDED, family) for family in FAMILIES),
+    *(case(name, 2, PLAIN | more, weights=[1, 1]) for name, more in IN_BFLOAT16.items()),
     *(
-        {
-            "name": name,
-            "ranks": ranks,
-            "rank_weights": [2] + [1] * (ranks - 1),
-            "settings": {**more, **reward},
-        }
-        for name, ranks, more, kl_in, advantage in (
-            ("replicated_reward", 3, {}, "reward", "leave_one_out"),
-            ("sharded_token_reward", 2, SHARDED, "token_reward", "whitened"),
-            ("tensor_reward", 4, {"tensor_parallel_size": 2}, "reward", "leave_one_out"),
-            # Of two heads for keys, four ranks need two copies.
-            ("replicated_context_reward", 4, {"context_parallel": 4}, "reward", "leave_one_out"),
-        )
-        for reward in [{"kl": "k1", "kl_in": kl_in, "advantage": advantage}]
+        case(f"{family}_divided", 2, PLAIN | {"context_parallel": 2}, family, weights=[1, 1])
+        for family in (*DIVIDED, *UNDIVIDED)
     ),
-    {
-        "name": "hybrid_tensor",
-        "ranks": 4,
-        "rank_weights": [2, 1, 1, 1],
-        "on_node": [2] * 4,
-        "settings": HYBRID | {"tensor_parallel_size": 2},
-    },
+    case("experts_hybrid", 2, PLAIN | HYBRID, "qwen3_moe", weights=[1, 1], on_node=[1, 1]),
+    case("uneven", 3, PLAIN | HYBRID, on_node=[2, 2, 1]),
 ]
 
 
@@ -144,39 +138,8 @@ def job(tmp_path_factory: pytest.TempPathFactory, small_batch: Batch) -> Path:
     (directory / "batch").write_bytes(small_batch.encode())
     for family in {*FAMILIES, *DIVIDED, *UNDIVIDED}:
         make_tiny_model(family, directory / family)
-    cases = [{"model": "model"} | case | {"settings": SETTINGS | case["settings"]} for case in CASES]
-    cases += [
-        {"name": family, "model": family, "ranks": 2, "rank_weights": [2, 1], "settings": PLAIN | SHARDED}
-        for family in FAMILIES
-    ]
-    cases += [
-        {"name": name, "model": "model", "ranks": 2, "rank_weights": [1, 1], "settings": PLAIN | more}
-        for name, more in IN_BFLOAT16.items()
-    ]
-    cases += [
-        {
-            "name": f"{family}_divided",
-            "model": family,
-            "ranks": 2,
-            "rank_weights": [1, 1],
-            "settings": PLAIN | {"context_parallel": 2},
-        }
-        for family in (*DIVIDED, *UNDIVIDED)
-    ]
-    cases += [
-        {
-            "name": name,
-            "model": family,
-            "ranks": len(on_node),
-            "rank_weights": [1] * len(on_node),
-            "on_node": on_node,
-            "settings": PLAIN | HYBRID,
-        }
-        for name, family, on_node in (("experts_hybrid", "qwen3_moe", [1, 1]), ("uneven", "model", [2, 2, 1]))
-    ]
-    cases.sort(
-        key=lambda case: "on_node" not in case
-    )  # their processes are forked, and must remember nothing
+    # First those whose processes are forked, and must remember nothing.
+    cases = sorted([*CASES, *OTHER_CASES], key=lambda case: "on_node" not in case)
     (directory / "cases.json").write_text(json.dumps(cases))
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

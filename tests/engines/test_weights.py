@@ -54,7 +54,7 @@ def test_sleeping_engine_is_woken_by_a_reload(
     engine: Engine, model_dir: Path, other_model_dir: Path, other_reference: Reference, level: int
 ) -> None:
     engine.admin.sleep(level)
-    assert engine.admin.is_sleeping()
+    assert engine.admin.is_sleeping() and (engine.admin.policy() is None) == (level == 2)
     engine.admin.reload(other_model_dir, "other", like=model_dir)
     assert not engine.admin.is_sleeping() and engine.admin.policy() == "other"
     assert max(map(other_reference.error, engine.ask(LONG_PROMPT, SAMPLING))) < TOLERANCE

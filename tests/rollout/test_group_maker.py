@@ -1,7 +1,6 @@
 """What becomes of a group whose samples or rewards are not as they should be."""
 
 import json
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,24 +25,6 @@ from tests.rollout.scripted import ScriptedClient
 SOME = Code("some", "0" * 16)
 HEADER = PartHeader("train", 1, 0, 1, 0, "p", 0, Sampling(), SOME, SOME)
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
-
-
-def test_group_whose_reward_raises_becomes_a_tombstone_and_the_first_traceback_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def judge(task: Task, completion: str) -> float:
-        if task["id"] in ("t1", "t2"):
-            raise KeyError("answer")
-        return 1.0
-
-    groups, failure = run(FakeClient(), slots(4), reward=Reward("my:judge", judge))
-    assert failure is None
-    given_up = {group.slot: group.given_up for group in groups if group.given_up}
-    assert set(given_up) == {1, 2}
-    assert "reward 'my:judge', task 't1': KeyError: 'answer'" in given_up[1]
-    shown = [bool(record.exc_info) for record in caplog.records if "loses a sample" in record.getMessage()]
-    assert shown == [True], "the other seven are counted"
-    assert any(r.levelno == logging.WARNING and "2 of 4 groups" in r.getMessage() for r in caplog.records)
 
 
 def fails_in_sample(j: int) -> Reward:

@@ -15,7 +15,7 @@ from rollout.engines.model_dir import WeightsError
 from rollout.origin import Sampling
 from tests.adapters import make_adapter
 from tests.rollout.engines.test_client import ask
-from tests.rollout.rollout_helpers import RunningServer, serving
+from tests.rollout.rollout_helpers import RunningServer
 
 
 def test_logprobs_of_a_prompt_are_those_of_the_samples_that_became_it(server: RunningServer) -> None:
@@ -24,17 +24,6 @@ def test_logprobs_of_a_prompt_are_those_of_the_samples_that_became_it(server: Ru
     found = EngineAdmin(server.url).prompt_logprobs(token_ids)
     assert len(found) == len(token_ids) - 1
     assert found[len(completion.prompt_ids) - 1 :] == pytest.approx(completion.logprobs, abs=1e-9)
-
-
-def test_engine_that_dropped_its_weights_has_no_policy_until_it_is_given_one(model_dir: Path) -> None:
-    with serving(model_dir) as own:
-        admin = EngineAdmin(own.url)
-        admin.name_policy("sixth")
-        assert admin.policy() == "sixth"
-        admin.sleep(2)
-        assert admin.policy() is None
-        admin.reload(model_dir, "seventh")
-        assert admin.policy() == "seventh" and not admin.is_sleeping()
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, path: str, answer: Any) -> EngineAdmin:

@@ -243,29 +243,6 @@ def test_trained_logprobs_are_the_models_own_on_the_whole_sequence(
     assert any(EOS in sample.token_ids for sample in samples)
 
 
-def test_samples_that_run_at_once_are_those_that_run_alone(server: RunningServer) -> None:
-    async def at_once(policy: Policy) -> list[list[int]]:
-        plays = (two_messages_and_a_text(policy.episode(j)) for j in range(6))
-        return [sample.token_ids.tolist() for sample in await asyncio.gather(*plays)]
-
-    async def backwards(policy: Policy) -> list[list[int]]:
-        samples = [await two_messages_and_a_text(policy.episode(j)) for j in (5, 4, 3, 2, 1, 0)]
-        return [sample.token_ids.tolist() for sample in samples[::-1]]
-
-    assert serve(server, at_once, max_tokens=64) == serve(server, backwards, max_tokens=64)
-
-
-def test_real_engine_that_has_no_room_left_ends_the_conversation_at_length(server: RunningServer) -> None:
-    async def long(policy: Policy) -> Sample:
-        episode = policy.episode(0)
-        await episode.generate("1+", max_tokens=4)
-        await episode.generate("2" * 300)
-        return episode.sample()
-
-    sample = serve(server, long, max_tokens=16)
-    assert sample.finish_reason == "length" and 2 < len(sample.token_ids) <= 6
-
-
 def test_conversation_goes_on_to_the_end_of_the_context_though_its_budget_is_larger(
     server: RunningServer,
 ) -> None:

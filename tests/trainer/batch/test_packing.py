@@ -136,45 +136,12 @@ def learner(base_dir: Path) -> Learner:
     return build_learner(base_dir, torch.device("cpu"), TrainerSettings())
 
 
-def by_token(microbatch: Microbatch, values: torch.Tensor) -> dict[tuple[int, float], float]:
-    """Values by (token, engine logprob), a pair that is unique in the batch."""
-    keys = zip(microbatch.targets.tolist(), microbatch.engine_logprobs.tolist(), strict=True)
-    return dict(zip(keys, values.tolist(), strict=True))
-
-
-@torch.no_grad()
-def test_packed_sequences_score_as_they_do_alone(learner: Learner, batch: Batch) -> None:
-    packed = fill(batch, [alone(batch, 0, 1, 2), alone(batch, 3, 4), alone(batch, 5)])
-    assert (packed.position_ids[0] == 0).sum() == 3
-    together = by_token(packed, learner.logprobs(packed)[0])
-    for k in range(6):
-        single = fill(batch, [alone(batch, k)])
-        for key, value in by_token(single, learner.logprobs(single)[0]).items():
-            assert together.pop(key) == pytest.approx(value, abs=5e-6)
-    assert not together
-
-
-@torch.no_grad()
-def test_sequence_does_not_see_its_neighbours(learner: Learner, batch: Batch) -> None:
-    rows = [alone(batch, 0, 1, 2), alone(batch, 3)]
-    before = fill(batch, rows)
-    lengths = batch.input_tokens
-    middle = slice(int(lengths[0]), int(lengths[0] + lengths[1]))
-    after = fill(batch, rows)
-    after.token_ids[0, middle] = 97 - after.token_ids[0, middle]
-    one, other = (learner.logprobs(m)[0] for m in (before, after))
-    row, column = np.divmod(before.scored_at, before.token_ids.shape[1])
-    changed = (row == 0) & (column >= middle.start) & (column < middle.stop)
-    assert (one - other)[changed].abs().max() > 0.01
-    assert (one - other)[~changed].abs().max() < 5e-6
-
-
 @torch.no_grad()
 def test_logprobs_are_of_the_next_token_at_the_sampling_temperature(learner: Learner, batch: Batch) -> None:
     microbatch = fill(replace(batch, temperatures=0.7 * batch.temperatures), [alone(batch, 0)])
     token_ids = torch.from_numpy(batch.token_ids[: batch.offsets[1]].astype(np.int64))[None]
-    log_p = torch.log_softmax(learner.model(input_ids=token_ids).logits[0].double() / 0.7, dim=-1)
     logprobs, entropy = learner.logprobs(microbatch)
+    log_p = torch.log_softmax(learner.model(input_ids=token_ids).logits[0].double() / 0.7, dim=-1)
     expected = [log_p[t - 1, token_ids[0, t]].item() for t in range(3, token_ids.shape[1])]
     assert logprobs.tolist() == pytest.approx(expected, abs=5e-6)
     assert entropy.tolist() == pytest.approx((-log_p.exp() * log_p).sum(-1)[2:-1].tolist(), abs=5e-6)
@@ -255,21 +222,6 @@ def test_sequences_that_share_their_prompt_have_it_once(batch: Batch) -> None:
     positions = microbatch.position_ids[0, : shared(batch, first).tokens]
     beyond_prompt = int((batch.input_tokens[first] > 3).sum())
     assert positions[1:][np.diff(positions) != 1].tolist() == [3] * (beyond_prompt - 1)
-
-
-@torch.no_grad()
-def test_sequences_with_a_shared_prompt_score_as_they_do_alone(learner: Learner, batch: Batch) -> None:
-    first, second, third = groups(batch)[:3]
-    packed = fill(
-        batch,
-        [[shared(batch, first)], [shared(batch, second), *alone(batch, *third)], alone(batch, third[0])],
-    )
-    together = by_token(packed, learner.logprobs(packed)[0])
-    for k in (*first, *second, *third):
-        single = fill(batch, [alone(batch, k)])
-        for key, value in by_token(single, learner.logprobs(single)[0]).items():
-            assert together.pop(key) == pytest.approx(value, abs=5e-6)
-    assert not together
 
 
 def test_gradient_is_the_same_with_a_shared_prompt(learner: Learner, batch: Batch) -> None:

@@ -28,6 +28,16 @@ def cores() -> int:
     return max(1, min([most, *map(math.ceil, quotas)]))
 
 
+def memory_bytes() -> float:
+    """Return the memory of this machine, or less if its container may have less (`docker --memory 8g`)."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")]
+    for folder in control_groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of each version
+            with contextlib.suppress(OSError, ValueError):  # missing, or "max"
+                limits.append(float((folder / name).read_text()))
+    return min(limits)
+
+
 def control_groups() -> Iterator[Path]:
     """Yield the folders of this process's control groups (of both versions) and of those above them. In a
     container the folder may be missing, and one above it stands for it.

@@ -239,6 +239,8 @@ class Gathering(NodeWait):
                 address=content["address"],
                 processes=content["processes"],
                 weight=cluster.weight(rank) if cluster.rank_weights else content["processes"],
+                gpu_bytes=content.get("gpu_bytes"),
+                host_bytes=content.get("host_bytes", 0.0),
             )
             for rank, content in sorted(contents.items())
         }

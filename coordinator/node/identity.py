@@ -9,10 +9,11 @@ from typing import Any
 
 from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.machine import network
-from coordinator.machine.gpus import count_gpus
+from coordinator.machine.gpus import count_gpus, least_gpu_bytes
 from coordinator.settings.tree import RunSettings
 from coordinator.start.inputs import local_processes
 from coordinator.start.start import NodeStart
+from rollout.environment_variables import memory_bytes
 
 
 @dataclass
@@ -31,12 +32,22 @@ class Identity(NodeStart):
     processes: int = 1
     """Training processes on it."""
     gpu_count: int = 0
+    gpu_bytes: float | None = None
+    """The memory of its smallest GPU; None: it has none, or does not say."""
+    host_bytes: float = 0.0
+    """The memory of its machine."""
 
     @classmethod
     def from_start(cls, start: NodeStart) -> "Identity":
         """Return the identity of the node that START has let in."""
         processes = local_processes(start.settings)
-        return cls(**vars(start), processes=processes, gpu_count=count_gpus())
+        return cls(
+            **vars(start),
+            processes=processes,
+            gpu_count=count_gpus(),
+            gpu_bytes=least_gpu_bytes(),
+            host_bytes=memory_bytes(),
+        )
 
     @property
     def is_master(self) -> bool:
@@ -90,4 +101,6 @@ class Identity(NodeStart):
             "address": self.address,
             "processes": self.processes,
             "gpu_count": self.gpu_count,
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes": self.host_bytes,
         }

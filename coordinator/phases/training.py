@@ -1,6 +1,8 @@
 """Phases 7 to 12, one short function for each: from the manifest to an engine with the new policy."""
 
 import os
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from coordinator.directory import chain, published
@@ -13,7 +15,10 @@ from coordinator.node.node import Node
 from coordinator.phases import head_start
 from coordinator.phases.load_policy import serve
 from coordinator.protocol.phase import Phase
+from coordinator.protocol.records import Member
 from coordinator.settings.tree import RunSettings
+from coordinator.start.estimate import is_whole_on_each_node
+from rollout.engines.model_dir import tensor_names
 from rollout.environment_variables import cores, omp_threads
 from rollout.storage import files
 from rollout.tasks.task_set import group_seed
@@ -51,6 +56,7 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
         "processes": {str(rank): member.processes for rank, member in members},
         "node_ranks": {str(rank): number for number, (rank, _) in enumerate(members)},
         "rank_weights": weights,
+        "layout": _layout(node, [member for _, member in members]),
         "batch_sha256": batch_json["sha256"],
         "max_tokens": manifest["origin"]["sampling"]["max_tokens"],
         "staging": staging.name,
@@ -95,7 +101,7 @@ def train(node: Node, iteration: Iteration) -> None:
         offload=settings.rl_phase == "both",
         rank_weights=tuple(config["rank_weights"]),
         seed=group_seed(settings.rollout.seed, "train", number, 1),
-        settings=published_settings.trainer,
+        settings=published_settings.trainer.model_copy(update={"layout": config["layout"]}),
         max_tokens=config["max_tokens"],
         iterations=published_settings.iterations,
     )
@@ -105,6 +111,26 @@ def train(node: Node, iteration: Iteration) -> None:
         head_start.take_over(node, iteration, copy or {})
     if not settings.trainer.keep_alive:
         node.trainer.leave_epoch()
+
+
+def _layout(node: Node, members: Sequence[Member]) -> str:
+    """Return the layout of the training job."""
+    trainer = node.settings.trainer
+    if len(members) < 2 or not all(member.gpu_bytes for member in members):
+        return trainer.layout
+    is_whole = is_whole_on_each_node(
+        _shapes(node.policies.policy_of(0).directory),
+        trainer,
+        [member.processes for member in members],
+        [member.gpu_bytes for member in members],
+        [member.host_bytes for member in members],
+    )
+    return "hybrid" if is_whole else trainer.layout
+
+
+@cache
+def _shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in tensor_names(model_dir).items()}
 
 
 def _profile(node: Node, iteration: int) -> str | None:

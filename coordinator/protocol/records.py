@@ -43,6 +43,10 @@ class Member(BaseModel):
     """Training processes on it: its GPUs, or one."""
     weight: float
     """Its share of the training tokens, and of the groups where nodes do not claim them."""
+    gpu_bytes: float | None = None
+    """The memory of its smallest GPU, if it says so."""
+    host_bytes: float = 0.0
+    """The memory of its machine."""
 
 
 class GivenSettings(BaseModel):

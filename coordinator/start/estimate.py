@@ -1,5 +1,6 @@
 """Estimate what an iteration will need, in memory, time and disk: before it starts, from settings. Pure."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from coordinator.settings.tree import RunSettings
 from rollout.engines.kinds.choice import engine_kind
 from rollout.settings import WRITTEN
-from trainer.memory import HALF_BYTES, Shape, is_sharded, least_bytes, without_vision
+from trainer.memory import HALF_BYTES, Shape, held_bytes, is_sharded, least_bytes, without_vision
 from trainer.settings import TrainerSettings
 
 PEAKS = {
@@ -62,6 +63,10 @@ def memory_text(
     """Return in words the memory that training needs of each of `count` GPUs, over all nodes, and what to
     lower if they have less.
     """
+    if count % nodes == 0 and is_whole_on_each_node(
+        tensors, trainer, [count // nodes] * nodes, [gpu_bytes] * nodes, [math.inf] * nodes
+    ):
+        trainer = _with(trainer, {"layout": "hybrid"})
     needed = _needed_bytes(tensors, trainer, count, nodes)
     text = f"training takes {needed / 1e9:.1f} GB or more of each GPU, which has {gpu_bytes / 1e9:.0f}"
     if needed <= ROOM * gpu_bytes:
@@ -73,12 +78,39 @@ def memory_text(
     return f"{text}: too little; take more GPUs, or a smaller model"
 
 
+def is_whole_on_each_node(
+    tensors: Tensors,
+    trainer: TrainerSettings,
+    processes: Sequence[int],
+    gpu_bytes: Sequence[float | None],
+    host_bytes: Sequence[float],
+) -> bool:
+    """Return whether layout=auto is hybrid on these nodes: all have the same number of GPUs, several, and
+    each has room for a shard of the whole model on its smallest GPU, and for all of the state in half of its
+    own memory, where the engine's turn leaves it. Then nodes send less to each other than with one model over
+    all of them: gradients once a step, and no weights for each microbatch.
+    """
+    sizes = [size for size in gpu_bytes if size]
+    if not trainer.shards_by_size or trainer.cpu_offload or len(sizes) < max(2, len(processes)):
+        return False
+    shape, on_node = _shape(tensors, trainer), processes[0]
+    if {*processes} != {on_node} or on_node < 2 or not is_sharded(shape, trainer, sum(processes)):
+        return False
+    hybrid = _with(trainer, {"layout": "hybrid"})
+    has_room = least_bytes(shape, hybrid, on_node) <= ROOM * min(sizes)
+    return has_room and on_node * held_bytes(shape, hybrid, on_node) <= min(host_bytes) / 2
+
+
 def _needed_bytes(tensors: Tensors, trainer: TrainerSettings, count: int, nodes: int) -> float:
+    sharing = max(1, count // nodes) if trainer.layout == "hybrid" else count
+    return least_bytes(_shape(tensors, trainer), trainer, sharing)
+
+
+def _shape(tensors: Tensors, trainer: TrainerSettings) -> Shape:
     rank = trainer.lora.rank
     text = without_vision(tensors) if trainer.freeze_vision else tensors
     adapters = rank * sum(_adapted(text, trainer.lora.targets)) if rank else 0
-    sharing = max(1, count // nodes) if trainer.layout == "hybrid" else count
-    return least_bytes(Shape.from_tensors(tensors, adapters, trainer.freeze_vision), trainer, sharing)
+    return Shape.from_tensors(tensors, adapters, trainer.freeze_vision)
 
 
 def _adapted(tensors: Tensors, targets: str) -> Iterator[int]:

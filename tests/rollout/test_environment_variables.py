@@ -5,10 +5,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollout import environment_variables
-from rollout.environment_variables import cores, need_no_proxy, need_quiet_python, omp_threads, proxy_of
+from rollout.environment_variables import (
+    cores,
+    memory_bytes,
+    need_no_proxy,
+    need_quiet_python,
+    omp_threads,
+    proxy_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,17 @@ from rollout.environment_variables import cores, need_no_proxy, need_quiet_pytho
 )
 def test_threads_are_read_as_openmp_reads_them(text: str, threads: int | None) -> None:
     assert omp_threads({"OMP_NUM_THREADS": text}) == threads
+
+
+def in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: Mapping[str, str]) -> None:
+    """Have this process in control groups of these texts, whose folders have these files."""
+    own = tmp_path / "own"
+    own.write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(environment_variables, "_GROUPS_OF_THIS_PROCESS", own)
+    monkeypatch.setattr(environment_variables, "_CONTROL_GROUPS", tmp_path)
 
 
 @contextmanager
@@ -64,15 +83,29 @@ def test_cores_are_those_of_this_process_not_of_the_machine() -> None:
 def test_cores_follow_the_quota_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: Mapping[str, str], expected: int
 ) -> None:
-    own = tmp_path / "own"
-    own.write_text(groups)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(environment_variables, "_GROUPS_OF_THIS_PROCESS", own)
-    monkeypatch.setattr(environment_variables, "_CONTROL_GROUPS", tmp_path)
+    in_groups(tmp_path, monkeypatch, groups, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
     assert cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),  # docker --memory
+        ("5:memory:/docker/4711\n", {"memory/memory.limit_in_bytes": "8192\n"}, 8192),
+        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_memory_is_what_a_container_may_have_of_the_machines(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str,
+    files: Mapping[str, str],
+    expected: int | None,
+) -> None:
+    in_groups(tmp_path, monkeypatch, groups, files)
+    assert memory_bytes() == (expected or psutil.virtual_memory().total)
 
 
 def test_own_addresses_need_no_proxy_and_the_rest_stays() -> None:

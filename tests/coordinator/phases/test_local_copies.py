@@ -67,7 +67,7 @@ def node_at(run_dir: RunDir, local: Path, *given: str, holds: bool = False) -> A
 def ask_to_train(node: Any, resume: Resume | None = None) -> TrainRequest:
     config = {
         "job": "j", "processes": {"0": 1}, "batch_sha256": "0" * 64, "max_tokens": 8, "staging": "s",
-        "state": None, "rank_weights": [1.0], "resume": (resume or Resume()).model_dump(),
+        "layout": "hybrid", "state": None, "rank_weights": [1.0], "resume": (resume or Resume()).model_dump(),
     }  # fmt: skip
     iteration = Iteration(2)
     iteration.documents |= {Phase.ITERATION_START: {"base_iteration": 1}, Phase.TRAIN_CONFIG: config}
@@ -111,6 +111,15 @@ def test_trainers_that_hold_the_weights_need_no_copy(run_dir: RunDir, local: Pat
     request = ask_to_train(node_at(run_dir, local, holds=True))
     assert (request.base_dir, request.model_dir) == (f"{run_dir.checkpoint(1)}", f"{run_dir.base_model}")
     assert list(local.iterdir()) == []
+
+
+def test_every_node_trains_in_the_layout_that_the_master_has_chosen(run_dir: RunDir, local: Path) -> None:
+    node = node_at(run_dir, local, holds=True)
+    assert node.settings.trainer.layout == "auto" and ask_to_train(node).settings.layout == "hybrid"
+    node.policies.policy_of(0).directory.joinpath("model.safetensors").unlink()
+    alone, unknown = (SimpleNamespace(processes=2, gpu_bytes=size, host_bytes=1e15) for size in (8e10, None))
+    for members in ([alone], [alone, unknown]):
+        assert training._layout(node, members) == "auto", "and no file of the model is read"
 
 
 def test_trainers_that_begin_load_a_copy_and_find_the_state_where_it_is(run_dir: RunDir, local: Path) -> None:

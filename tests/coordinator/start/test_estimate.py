@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from coordinator.settings.loading import build
-from coordinator.start.estimate import _adapted, cpu_time_text, disk_text, memory_text, time_text
+from coordinator.start.estimate import (
+    _adapted,
+    cpu_time_text,
+    disk_text,
+    is_whole_on_each_node,
+    memory_text,
+    time_text,
+)
 from trainer.settings import TrainerSettings
 
 GB = 1e9
@@ -81,6 +88,32 @@ def test_each_of_several_nodes_may_hold_a_whole_model() -> None:
 
     assert text("hybrid", 2, 80 * GB) == memory_text(TENSORS, TrainerSettings(layout="sharded"), 8, 80 * GB)
     assert text("hybrid", 8, 44 * GB).endswith("too little; it fits with trainer.layout=sharded")
+    assert text("auto", 2, 80 * GB) == text("hybrid", 2, 80 * GB) != text("sharded", 2, 80 * GB)
+    assert text("auto", 8, 44 * GB) == text("sharded", 8, 44 * GB), "two GPUs have no room for all"
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "gpu_gb", "host_gb", "is_whole"),
+    [
+        ({}, [8, 8], [80, 80], [512, 512], True),
+        ({}, [8, 8, 8], [80, 80, 40], [512, 512, 512], True),
+        ({}, [8, 8], [80, 12], [512, 512], False),  # no room for an eighth and its activations
+        ({}, [8, 4], [80, 80], [512, 512], False),
+        ({}, [1, 1], [80, 80], [512, 512], False),
+        ({}, [8], [80], [512], False),
+        ({}, [8, 8], [80, None], [512, 512], False),
+        ({}, [8, 8], [80, 80], [512, 96], False),  # its state has 61 GB
+        ({"lora": {"rank": 8}}, [8, 8], [80, 80], [512, 96], True),
+        ({"layout": "sharded"}, [8, 8], [80, 80], [512, 512], False),
+        ({"cpu_offload": True}, [8, 8], [80, 80], [512, 512], False),
+        ({"shard_from_parameters": 1e12}, [8, 8], [80, 80], [512, 512], False),
+    ],
+)
+def test_hybrid_is_chosen_where_nodes_are_alike_and_have_room(
+    settings: dict[str, Any], processes: list[int], gpu_gb: list[Any], host_gb: list[int], is_whole: bool
+) -> None:
+    sizes = [size and size * GB for size in gpu_gb], [size * GB for size in host_gb]
+    assert is_whole_on_each_node(TENSORS, TrainerSettings(**settings), processes, *sizes) == is_whole
 
 
 def test_what_it_says_to_lower_is_enough() -> None:

@@ -68,8 +68,8 @@ class TrainerSettings(LossSettings):
     """Tokens of a mixture go to the experts that the engine chose (R3)."""
     layout: Literal["auto", "replicated", "sharded", "hybrid"] = "auto"
     """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2),
-    or a shard of its node's (hybrid); auto: from `shard_from_parameters` on hybrid, where nodes have equally
-    many GPUs and room, else sharded."""
+    or a shard of its node's (hybrid); auto: from `shard_from_parameters` on hybrid where nodes are alike and
+    have room, else sharded."""
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
     """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1

@@ -60,20 +60,25 @@ def test_two_crews_come_through_all_faults(
 def test_two_crews_come_through_all_faults_in_segments(
     seed: int, happens: list[Fault], level: int, trainers: int
 ) -> None:
-    options: dict[str, Any] = {"iterations": 5, "cluster__max_async_level": level, **SEGMENTS}
-    assert run(NODES, seed, happens, trainers=trainers, **options) == undisturbed(5, level, in_segments=True)
+    options: dict[str, Any] = {"iterations": ITERATIONS, "cluster__max_async_level": level, **SEGMENTS}
+    expected = undisturbed(ITERATIONS, level, in_segments=True)
+    assert run(NODES, seed, happens, trainers=trainers, **options) == expected
 
 
-@pytest.mark.parametrize("machine", range(NODES))
-def test_node_of_either_crew_may_die_in_any_row(machine: int) -> None:
-    """At the first call of every other phase, and in its course in those between; the second machine of the
-    crew that generates the other way round.
+@pytest.mark.parametrize("row", range(8))
+def test_node_of_either_crew_may_die_in_any_row(row: int) -> None:
+    """One after the other, at the first call of every other row, and in its course in those between; the
+    second machine of the crew that generates the other way round. That crew has the rows to 6, then it
+    waits; the one that trains has those from 7.
     """
-    for phase in Phase:
-        calls = 1 if (phase + machine) % 2 else 6
-        happens = [Fault("kill", machine, 2, phase, calls=calls, seconds=2.0 if phase // 2 % 2 else 40.0)]
-        policy = run(NODES, phase, happens, trainers=1, iterations=3, cluster__max_async_level=1)
-        assert policy == undisturbed(3, 1)
+    rows = (row, row, min(row + 7, Phase.ITERATION_END))
+    seconds = 2.0 if row // 2 % 2 else 40.0
+    happens = [
+        Fault("kill", machine, 2 + machine, phase, 1 if (phase + machine) % 2 else 6, seconds)
+        for machine, phase in enumerate(rows)
+    ]
+    policy = run(NODES, row, happens, trainers=1, iterations=ITERATIONS, cluster__max_async_level=1)
+    assert policy == undisturbed(ITERATIONS, 1)
 
 
 # ---- the search finds what it is there for

@@ -102,7 +102,7 @@ def test_the_same_seed_and_faults_make_the_same_run() -> None:
 
 
 searching = settings(
-    max_examples=int(EXAMPLES or 7),
+    max_examples=int(EXAMPLES or 5),
     derandomize=EXAMPLES is None,
     database=None,
     print_blob=True,
@@ -131,16 +131,16 @@ def test_nodes_that_go_on_without_the_lost_come_through_all_faults(seed: int, ha
 def test_samples_of_older_policies_come_through_all_faults(
     seed: int, happens: list[Fault], level: int
 ) -> None:
-    policy = run(NODES, seed, happens, iterations=5, cluster__max_async_level=level)
-    assert policy == undisturbed(5, level) != undisturbed(5)
+    policy = run(NODES, seed, happens, iterations=4, cluster__max_async_level=level)
+    assert policy == undisturbed(4, level) != undisturbed(4)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
 @searching
 @given(seed=st.integers(0, 1000), happens=sequences, level=st.sampled_from([0, 1]))
 def test_samples_in_segments_come_through_all_faults(seed: int, happens: list[Fault], level: int) -> None:
-    policy = run(NODES, seed, happens, iterations=5, cluster__max_async_level=level, **SEGMENTS)
-    assert policy == undisturbed(5, level, in_segments=True) != undisturbed(5, level)
+    policy = run(NODES, seed, happens, iterations=4, cluster__max_async_level=level, **SEGMENTS)
+    assert policy == undisturbed(4, level, in_segments=True) != undisturbed(4, level)
 
 
 @pytest.mark.timeout(900)  # a failure is made smaller, for up to five minutes
@@ -320,11 +320,11 @@ def a_document_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[Callable[[pytest.MonkeyPatch], None], list[Fault]] = {
     everything_is_unfinished: [Fault("kill", 1, 1, 3, 5, 3.0)],
-    groups_count_twice: [Fault("replace", 0, 1, 2, 7, 4.0)],
+    groups_count_twice: [Fault("replace", 0, 1, 2, 15, 4.0)],
     nobody_waits_for_enter: [Fault("twin", 1, 1, 10, 6, 1.0)],
     staging_has_no_epoch: [Fault("trainer", 0, 1, 10, 10, 1.0)],
 }
-SEEDS = 240
+SEEDS = 24
 """With which the faults hit the moment at which it matters at least once; the first of these ends the
 search."""
 

@@ -20,6 +20,7 @@ from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.plugins import letters
 from tests.cluster.weights import farthest
 from tests.coordinator.examples import tree
+from tests.imports import shared_imports
 
 DIGITS, LETTERS = "tests.cluster.plugins:digits", "tests.cluster.plugins:letters"
 
@@ -81,7 +82,8 @@ def test_samples_with_other_rewards_are_trained_on_and_none_is_generated_again(
     capsys.readouterr()
     shutil.rmtree(cluster.root)
     assert verify(other.root, None, files_only=True) == 0, capsys.readouterr().out
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the nodes above
+    for name, value in {**shared_imports(), "OMP_NUM_THREADS": "1"}.items():  # as the nodes above
+        monkeypatch.setenv(name, value)
     assert verify(other.root, 3, files_only=False) == 0
     assert "iteration 3, trained again here on its samples: weights equal bit" in capsys.readouterr().out
 

@@ -18,12 +18,14 @@ from coordinator.console.views.difference import logprobs_apart
 from coordinator.directory import published
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import RunDir
+from coordinator.machine.children import FORKS
 from coordinator.settings.tree import SettingsError
 from rollout.engines.model_dir import policy_digest
 from rollout.storage import hashing
 from rollout.trajectory import Group, Sample
 from tests.cluster.cluster import FAST, Cluster
 from tests.coordinator.examples import tree
+from tests.imports import shared_imports
 from trainer.documents import PROOF
 
 
@@ -33,8 +35,8 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     place, patch = tmp_path_factory.mktemp("verified"), pytest.MonkeyPatch()
     cluster = Cluster(place / "run", cache, place)
     try:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setenv("OMP_NUM_THREADS", "1")
+        for name, value in {**shared_imports(), "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}.items():
+            patch.setenv(name, value)
         common = (*FAST, "checkpoints.keep_last=4", "trainer.schedule=linear")
         assert cluster.run(1, *common, "--iterations", "2") == [0], cluster.everything_said()
         again = cluster.run(1, "--iterations", "3", "trainer.learning_rate=0.001")
@@ -69,6 +71,7 @@ def test_iteration_comes_out_the_same_on_a_processor_that_rounds_in_another_way(
     finished: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.delenv(FORKS, raising=False)  # their server has chosen its kernels
     assert verify(finished.root, 2, files_only=False) == 0
     printed = capsys.readouterr().out
     if "equal bit for bit" not in printed:  # as on a machine that has no other kernels

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.console.doctor import run
 from coordinator.start.rank import RANK_VARIABLES
 from tests.commands import start_forked
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 200.0
+IMPORTED = (run,)
+"""What a doctor imports, so that its fork need not."""
 
 
 class Doctors:

@@ -1,9 +1,9 @@
 """`run cleanup` after real nodes were killed: what goes, what stays, and how a start goes on from there."""
 
 import json
+import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from coordinator.directory.layout import RunDir
 from rollout.part_file import decode_part
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster, token_ids
+from tests.commands import run_forked
 
 SLOW = (
     *FAST,
@@ -39,14 +40,8 @@ def calm(tmp_path: Path, cache: Path) -> Iterator[Cluster]:
 
 def clean(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
     """`run cleanup` of iteration 1, to its end."""
-    command = [sys.executable, "-m", "coordinator.cli", "cleanup", "--iteration", "1"]
-    return subprocess.run(
-        [*command, "--log-path", str(cluster.root), *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["cleanup", "--iteration", "1", "--log-path", str(cluster.root), *options]
+    return run_forked(words, REPOSITORY, os.environ)
 
 
 def start(cluster: Cluster, arguments: tuple[str, ...], slow_s: float = 0.0) -> None:

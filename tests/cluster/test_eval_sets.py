@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from coordinator.directory.layout import RunDir
 from tests.cluster.cluster import FAST, REPOSITORY, Cluster
+from tests.commands import run_forked
 from tests.coordinator.examples import tree
 
 
@@ -79,10 +79,7 @@ def test_each_set_has_its_own_score_and_sets_come_and_go_between_two_starts(
 
 
 def evaluated(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coordinator.cli", "eval", *words],
-        cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return run_forked(["eval", *words], REPOSITORY, cluster.environment)
 
 
 def test_checkpoint_is_scored_alone_as_the_run_has_scored_it_and_the_run_stays_as_it_is(

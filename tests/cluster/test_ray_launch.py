@@ -31,9 +31,9 @@ Launch = Callable[..., Launcher]
 
 @pytest.fixture(scope="module")
 def ray(cache: Path) -> Iterator[RayCluster]:
-    """Three machines, the head among them."""
+    """Two machines, the head among them."""
     nodes = {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    cluster = ray_cluster.started({**os.environ, **nodes, "SLOW_S": "0.5"}, 3)
+    cluster = ray_cluster.started({**os.environ, **nodes, "SLOW_S": "0.5"}, 2)
     try:
         yield cluster
     finally:
@@ -45,7 +45,7 @@ def launch(ray: RayCluster, tmp_path: Path) -> Iterator[Launch]:
     """Starts launchers; whatever is left of them at the end fails the test."""
     started: list[Launcher] = []
 
-    def start(*words: str, address: str = "", nodes: int = 3) -> Launcher:
+    def start(*words: str, address: str = "", nodes: int = 2) -> Launcher:
         options = ("--ray", address or ray.address, "--num-nodes", str(nodes))
         how: dict[str, Any] = {"cwd": REPOSITORY, "env": ray.environment}
         started.append(Launcher(tmp_path, f"said-{len(started)}", *options, *words, **how))
@@ -64,7 +64,7 @@ def by_run_local(cache: Path, engine_url: str, tmp_path_factory: pytest.TempPath
     place = tmp_path_factory.mktemp("local")
     cluster = Cluster(place / "run", cache, place)
     try:
-        cluster.start(0, *SETTINGS, "--engine-url", engine_url, "--num-nodes", "3", role=("local",))
+        cluster.start(0, *SETTINGS, "--engine-url", engine_url, "--num-nodes", "2", role=("local",))
         assert cluster.wait() == [0], cluster.everything_said()
         return made(cluster.root)
     finally:
@@ -81,7 +81,8 @@ def node_of(launcher: Launcher, rank: int) -> psutil.Process | None:
     """The process of a rank, once it is a node."""
     for line in launcher.left():
         pid, *words = line.split()
-        if words[1:2] and words[1].endswith("/run") and f"--worker {rank} " in f"{line} ":
+        role = f"--worker {rank} " if rank else "--master "
+        if words[1:2] and words[1].endswith("/run") and role in f"{line} ":
             return psutil.Process(int(pid))
     return None
 
@@ -106,7 +107,7 @@ def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet
     ray.add()
     again = launch(*words)
     again.until(lambda: "epoch" in again.said and has_parts(again) and node_of(again, 1))
-    ranks = [rank for rank in (1, 2) if (node := node_of(again, rank)) and raylet_of(node) in ray.raylets()]
+    ranks = [rank for rank in (0, 1) if (node := node_of(again, rank)) and raylet_of(node) in ray.raylets()]
     victim = node_of(again, ranks[0])
     assert victim is not None
     dying = raylet_of(victim)
@@ -116,7 +117,7 @@ def test_nodes_end_with_a_launcher_that_is_killed_and_a_rank_outlives_its_raylet
     assert again.wait() == 0, again.said
     assert ray.raylets().keys() == others
     again.check_nothing_is_left()
-    assert [line["iteration"] for line in again.metrics()] == [1, 2] and "[rank 2" in again.said
+    assert [line["iteration"] for line in again.metrics()] == [1, 2] and "[rank 1" in again.said
     assert made(again.run_dir.root) == by_run_local, "no group is lost, and none is made anew in another way"
 
 
@@ -136,7 +137,7 @@ def stand_in(place: Path, text: str) -> str:
 def test_launcher_that_is_asked_to_end_ends_every_node(
     launch: Launch, ray: RayCluster, tmp_path: Path
 ) -> None:
-    launcher = launch("--run", stand_in(tmp_path, WAITS), nodes=2)
+    launcher = launch("--run", stand_in(tmp_path, WAITS))
     launcher.until(lambda: launcher.said.count(" runs") == 2)
     launcher.process.terminate()
     assert launcher.wait() == 130, launcher.said
@@ -165,7 +166,7 @@ def test_launcher_of_another_place_reaches_the_cluster_as_a_client(
     launch: Launch, ray: RayCluster, tmp_path: Path
 ) -> None:
     for _ in range(3):  # on a busy machine Ray may take longer to start its server than it allows itself
-        launcher = launch("--run", stand_in(tmp_path, ENDS), address=ray.client, nodes=2)
+        launcher = launch("--run", stand_in(tmp_path, ENDS), address=ray.client)
         code = launcher.wait()
         if "Starting Ray client server failed" not in launcher.said:
             break
@@ -195,7 +196,7 @@ def test_machine_that_does_not_see_the_directory_is_named(
     """The newest raylet has an empty directory in that place; it alone has two CPUs."""
     hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "hidden")
     blind = ray.add(prefix=hide, cpus=2)
-    launcher = launch("--cpus-per-node", "1,2", "--run", stand_in(tmp_path, ENDS), nodes=2)
+    launcher = launch("--cpus-per-node", "1,2", "--run", stand_in(tmp_path, ENDS))
     assert launcher.wait() == 2, launcher.said
     assert f"rank 1 ({os.uname().nodename}) does not see what rank 0" in launcher.said
     assert "mount the shared directory there, at the same path" in launcher.said

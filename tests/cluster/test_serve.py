@@ -23,7 +23,7 @@ from tests.cluster.cluster import FAST, REPOSITORY, Cluster
 from tests.ports import unused_port
 
 TOKEN = "a-token-of-the-tests"
-KILLS = 5
+KILLS = 3
 OPTIONS = [*(setting for setting in FAST if "reward" not in setting), "eval.interval=0"]
 
 
@@ -153,41 +153,35 @@ def _fetch_and_compare(client: Callable[..., str], serving: Serving, out: Path, 
     assert client("fetch", "sums", "-o", str(out)).count(" is there") == len(said["files"])
 
 
-def test_job_waits_for_its_turn_and_may_be_stopped_before(serving: Serving, cluster: Cluster) -> None:
-    first = serving.server.submit([*OPTIONS, "--iterations", "1000"], name="first")
-    cluster.until(lambda: first.status()["state"] == "running", "the first job")
-    second = serving.server.submit([*OPTIONS, "--iterations", "1"], name="second")
-    third = serving.server.submit([*OPTIONS, "--iterations", "1"], name="third")
-    assert second.stop()["state"] == "stopped" and third.status()["state"] == "submitted"
-    assert serving.end(signal.SIGINT) == 0  # Ctrl+C ends the server, but no job
-    serving.start()
-    assert first.status()["state"] == "running"
-    first.stop()
-    assert first.wait(240) == "stopped"
-    assert third.wait(240) == "finished" and second.status()["state"] == "stopped"
-    with pytest.raises(ServerError, match="no checkpoint of iteration 7; there are checkpoints of 1"):
-        third.fetch("nowhere", 7)
-    assert "nothing to do" in third.cleanup(2)
-    with pytest.raises(ServerError, match="iteration 1 is finished, nothing is removed"):
-        third.cleanup(1)
-
-
-def test_module_of_a_client_is_loaded_where_the_server_takes_code(tmp_path: Path, cluster: Cluster) -> None:
-    served = Serving(tmp_path / "jobs", cluster, "--allow-code")
+def test_job_waits_for_its_turn_and_may_be_stopped_before(tmp_path: Path, cluster: Cluster) -> None:
+    """The last one has code of its client, which this server takes."""
+    serving = Serving(tmp_path / "jobs", cluster, "--allow-code")
+    (tmp_path / "laptop").mkdir()
+    mine, taken = (tmp_path / "laptop" / name for name in ("mine_of_the_tests.py", "json.py"))
+    mine.write_text("def digits(task, completion):\n    return sum(c.isdigit() for c in completion) / 8\n")
+    taken.write_text("")
+    short = [*OPTIONS, "--iterations", "1", "--reward", f"{mine}:digits"]
     try:
-        (tmp_path / "laptop").mkdir()
-        mine = tmp_path / "laptop" / "mine_of_the_tests.py"
-        mine.write_text(
-            "def digits(task, completion):\n    return sum(c.isdigit() for c in completion) / 8\n"
-        )
-        options = [*OPTIONS, "--iterations", "1", "--reward", f"{mine}:digits"]
-        job = served.server.submit(options, [mine], "mine")
-        assert job.status()["files"] == ["mine_of_the_tests.py"]
-        assert "--reward=mine_of_the_tests:digits" in job.status()["options"]
-        assert job.wait(240) == "finished", "".join(job.logs(50))
-        taken = tmp_path / "laptop" / "json.py"
-        taken.write_text("")
+        first = serving.server.submit([*OPTIONS, "--iterations", "1000"], name="first")
+        cluster.until(lambda: first.status()["state"] == "running", "the first job")
+        second = serving.server.submit([*OPTIONS, "--iterations", "1"], name="second")
+        third = serving.server.submit(short, [mine], name="third")
+        assert second.stop()["state"] == "stopped" and third.status()["state"] == "submitted"
+        assert serving.end(signal.SIGINT) == 0  # Ctrl+C ends the server, but no job
+        serving.start()
+        assert first.status()["state"] == "running"
+        first.stop()
+        assert first.wait(240) == "stopped"
+        assert third.wait(240) == "finished", "".join(third.logs(50))
+        assert second.status()["state"] == "stopped"
+        assert third.status()["files"] == [mine.name]
+        assert "--reward=mine_of_the_tests:digits" in third.status()["options"]
+        with pytest.raises(ServerError, match="no checkpoint of iteration 7; there are checkpoints of 1"):
+            third.fetch("nowhere", 7)
+        assert "nothing to do" in third.cleanup(2)
+        with pytest.raises(ServerError, match="iteration 1 is finished, nothing is removed"):
+            third.cleanup(1)
         with pytest.raises(ServerError, match=r"file json\.py: the server has a module of this name"):
-            served.server.submit(options, [taken], "taken")
+            serving.server.submit(short, [taken], "taken")
     finally:
-        served.end(signal.SIGTERM)
+        serving.end(signal.SIGTERM)

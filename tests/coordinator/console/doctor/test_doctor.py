@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.console.doctor import probe
+from coordinator.console.doctor import probe, run
 from coordinator.console.doctor.checks import Check
 from coordinator.console.doctor.partner import Partner, PartnerError
 from coordinator.console.doctor.report import Report
 from coordinator.start.rank import RANK_VARIABLES
+from tests.commands import run_forked
 from tests.coordinator.examples import run_dir_at, tree, write_json
 from tests.coordinator.typed_command import lose_privileges
 from tests.paths import REPOSITORY
@@ -27,6 +28,8 @@ ALONE = [
     *("stale listing", "stale lookup", "flags", "listing", "write speed", "big rename", "address"),
     *("machine", "GPUs", "versions"),
 ]
+IMPORTED = (run,)
+"""What the command imports, so that its fork need not."""
 LOADED = """
 import sys
 from coordinator.cli import main
@@ -44,16 +47,12 @@ def environment() -> dict[str, str]:
 
 def doctor(root: Path, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """`run doctor`, to its end."""
-    command = more.pop("command", ("-m", "coordinator.cli"))
-    return subprocess.run(
-        [sys.executable, *command, "doctor", "--log-path", str(root), *arguments],
-        cwd=more.pop("cwd", REPOSITORY),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **more,
-    )
+    words = ["doctor", "--log-path", str(root), *arguments]
+    if not more:
+        return run_forked(words, REPOSITORY, environment())
+    command = [sys.executable, *more.pop("command", ("-m", "coordinator.cli")), *words]
+    how: dict[str, Any] = {"cwd": REPOSITORY, "env": environment(), "capture_output": True, "text": True}
+    return subprocess.run(command, timeout=120, **how, **more)
 
 
 def rows(ended: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -103,7 +102,8 @@ def test_partner_that_is_gone_is_told() -> None:
 
 def test_fit_directory_passes_every_check_and_nothing_is_left(tmp_path: Path) -> None:
     started_s = time.monotonic()
-    ended = doctor(tmp_path / "a" / "run", "--json", cwd=tmp_path)
+    words = ("doctor", "--log-path", str(tmp_path / "a" / "run"), "--json")
+    ended = run_forked(words, tmp_path, environment())
     assert ended.returncode == 0, ended
     assert time.monotonic() - started_s < 60
     said, found = json.loads(ended.stdout), rows(ended)

@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "Qwen/Qwen3-1.7B": {"hidden": 2048, "layers": 28, "kv": 1024, "q": 2048, "wide": 6144, "head": 0},
     "Qwen/Qwen3-8B": {"hidden": 4096, "layers": 36, "kv": 1024, "q": 4096, "wide": 12288, "head": 151936},
     "Qwen/Qwen2.5-7B-Instruct": {
-        **{"hidden": 3584, "layers": 28, "kv": 512, "q": 3584, "wide": 18944, "head": 152064},
+        **{"hidden": 3584, "layers": 28, "kv": 512, "q": 3584, "wide": 18944, "head": 152064}
     },
 }
 """From the configurations on the Hub."""

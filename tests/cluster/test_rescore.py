@@ -89,10 +89,7 @@ def test_samples_with_other_rewards_are_trained_on_and_none_is_generated_again(
 
 
 def test_rescoring_that_cannot_be_is_one_line_and_leaves_nothing(
-    cluster: Cluster,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish(cluster, *FAST, "--iterations", "2", "--eval-interval", "0")
     before = tree(tmp_path)

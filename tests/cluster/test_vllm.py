@@ -11,13 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.cluster import FAST, Cluster
-from tests.cluster.faults import (
-    children,
-    durable_parts,
-    lost_groups,
-    repeated_groups,
-    unsound_manifests,
-)
+from tests.cluster.faults import children, durable_parts, lost_groups, repeated_groups, unsound_manifests
 from tests.cluster.intruder import NOBODY, gets_in, offered_by, spools
 from tests.cluster.weights import worst_logprob
 from tests.engines.engines import ONE_THREAD, VLLM_ARGS, Reference

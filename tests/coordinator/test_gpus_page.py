@@ -22,14 +22,7 @@ from coordinator.start.estimate import memory_text, time_text
 from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import EngineSettings
 from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
-from trainer.memory import (
-    ENDS_BYTES,
-    Shape,
-    gathered_bytes,
-    held_bytes,
-    inputs_bytes,
-    least_bytes,
-)
+from trainer.memory import ENDS_BYTES, Shape, gathered_bytes, held_bytes, inputs_bytes, least_bytes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, METRICS = ((DOCS / name).read_text() for name in ("gpus.md", "monitoring.md"))

@@ -115,13 +115,7 @@ def nobody_takes_the_last(patch: pytest.MonkeyPatch) -> None:
 def test_a_broken_rule_of_claims_is_found(broken: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.raises(AssertionError, match=r"at \d+\.\d+ s: |did not end|has not ended"):
         for seed in range(SEEDS):
-            run(
-                NODES,
-                seed,
-                [Fault("kill", 0, 1, 2, 8, 3.0)],
-                broken,
-                rollout__tasks_per_iteration=12,
-            )
+            run(NODES, seed, [Fault("kill", 0, 1, 2, 8, 3.0)], broken, rollout__tasks_per_iteration=12)
 
 
 def test_weights_and_claims_come_to_the_same_policy() -> None:

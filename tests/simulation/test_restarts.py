@@ -105,12 +105,7 @@ def changes(world: Restart) -> list[str]:
     return [line.partition("info: ")[2] for line in world.said if "at the last start it was" in line]
 
 
-SAMPLING = {
-    "max_tokens": (8, 16),
-    "temperature": (1.0, 0.5),
-    "top_p": (1.0, 0.9),
-    "samples_per_task": (2, 4),
-}
+SAMPLING = {"max_tokens": (8, 16), "temperature": (1.0, 0.5), "top_p": (1.0, 0.9), "samples_per_task": (2, 4)}
 
 
 def test_open_iteration_keeps_its_sampling_and_the_next_has_the_new(tmp_path: Path) -> None:

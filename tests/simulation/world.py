@@ -96,12 +96,7 @@ class World:
     """The machines of one run, and everything that has been started on them."""
 
     def __init__(
-        self,
-        root: Path,
-        nodes: int,
-        seed: int,
-        settings: Mapping[str, Any],
-        trainers: int = 0,
+        self, root: Path, nodes: int, seed: int, settings: Mapping[str, Any], trainers: int = 0
     ) -> None:
         """`trainers`: how many of the nodes are a crew of their own, which trains."""
         self.scheduler = Scheduler(seed)

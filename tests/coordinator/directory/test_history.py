@@ -27,9 +27,7 @@ def publish(
     write_json(run_dir.manifest("train", iteration), {"costs": costs, "paces": paces, "slots": 2})
 
 
-def test_a_task_costs_what_it_did_last_and_a_new_one_as_the_last_iterations_average(
-    run_dir: RunDir,
-) -> None:
+def test_a_task_costs_what_it_did_last_and_a_new_one_as_the_last_iterations_average(run_dir: RunDir) -> None:
     known = History(run_dir, "train")
     assert known.costs(3, [9, 7, 1]) == {0: 60, 1: 10, 2: 50}
     assert known.paces(3) == {"1": PACE}  # rank 0 has left the run

@@ -56,8 +56,7 @@ def test_nothing_happens_while_all_beat(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("flag", "event"),
-    [(FAILED, Event.FAILED), (GAVE_UP, Event.GAVE_UP), (STOPPED, Event.STOPPED)],
+    ("flag", "event"), [(FAILED, Event.FAILED), (GAVE_UP, Event.GAVE_UP), (STOPPED, Event.STOPPED)]
 )
 def test_call_ends_the_row_of_every_node(rank: int, flag: Flag, event: Event) -> None:
     assert verdict(flag, rank=rank) == Verdict(event, flag.rank, flag)

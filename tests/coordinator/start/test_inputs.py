@@ -230,11 +230,7 @@ def test_system_prompt_begins_each_conversation_without_one_and_is_part_of_what_
 ) -> None:
     system = {"role": "system", "content": "add."}
     tasks = file_of(tmp_path / "t.jsonl", chat("a", "1+2"), chat("b", "3+4", system))
-    given = {
-        "tasks": tasks,
-        "eval_tasks": tasks,
-        "rollout.system_prompt": "be kind.",
-    }
+    given = {"tasks": tasks, "eval_tasks": tasks, "rollout.system_prompt": "be kind."}
     settings = loading.build(given)
     loaded = inputs.load_inputs(settings, given)
     assert loaded.eval_tasks is not None

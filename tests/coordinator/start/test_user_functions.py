@@ -69,10 +69,7 @@ def test_module_is_read_once_whatever_its_file_becomes(
     ("text", "why"),
     [
         ("import os; os._exit(3)", r"while it is loaded: it crashed its process \(exit code 3\)"),
-        (
-            "raise SystemExit(3)",
-            r"it raised SystemExit\(3\); what a script does, put below",
-        ),
+        ("raise SystemExit(3)", r"it raised SystemExit\(3\); what a script does, put below"),
         ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )

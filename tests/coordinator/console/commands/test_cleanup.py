@@ -29,11 +29,7 @@ from tests.coordinator.console.commands.interrupted_run import (
     mid_rollout,
     refused,
 )
-from tests.coordinator.examples import (
-    group,
-    origin,
-    tree,
-)
+from tests.coordinator.examples import group, origin, tree
 
 
 @pytest.fixture

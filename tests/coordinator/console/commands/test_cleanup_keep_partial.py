@@ -21,13 +21,7 @@ from tests.coordinator.console.commands.interrupted_run import (
     refused,
     write_parts,
 )
-from tests.coordinator.examples import (
-    group,
-    opened,
-    origin,
-    tombstone,
-    tree,
-)
+from tests.coordinator.examples import group, opened, origin, tombstone, tree
 
 
 @pytest.fixture

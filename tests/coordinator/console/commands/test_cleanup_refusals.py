@@ -25,10 +25,7 @@ from tests.coordinator.console.commands.interrupted_run import (
     interrupted_run,
     refused,
 )
-from tests.coordinator.examples import (
-    record,
-    write_checkpoint,
-)
+from tests.coordinator.examples import record, write_checkpoint
 
 
 @pytest.fixture

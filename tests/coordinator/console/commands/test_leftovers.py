@@ -7,10 +7,7 @@ import pytest
 from coordinator.console.commands.leftovers import Leftover, LeftoverKind, look, plan
 from coordinator.directory.file_names import Beat, Flag, Record
 from coordinator.directory.layout import RunDir
-from tests.coordinator.console.commands.interrupted_run import (
-    N,
-    interrupted_run,
-)
+from tests.coordinator.console.commands.interrupted_run import N, interrupted_run
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import thread as executor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,6 +37,13 @@ def run_forked(
         return subprocess.CompletedProcess(
             ["run", *arguments], code, out.read().decode(), err.read().decode()
         )
+
+
+def ask_forked(
+    words: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In place of `run_command.ask_run`."""
+    return run_forked(words, cwd or Path.cwd(), environment or os.environ)
 
 
 def start_forked(
@@ -63,6 +71,7 @@ def _become(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> 
         faulthandler.disable()
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # by which subprocess knows that the program is there
         atexit._clear()
+        executor._threads_queues.clear()  # pyright: ignore[reportAttributeAccessIssue]
         for number in signal.valid_signals() - {signal.SIGINT}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

@@ -107,6 +107,8 @@ def refusal(run: Run, place: Path, *arguments: str, **more: Any) -> str:
 
 def lose_privileges() -> None:
     """Let the permissions of files hold for root too, in a child that is about to start."""
+    if os.geteuid() != 0:
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:

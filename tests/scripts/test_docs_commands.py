@@ -15,8 +15,10 @@ import pytest
 
 from coordinator.cli import main
 from coordinator.console.commands.parse import COMMANDS
+from coordinator.machine import run_command
 from coordinator.settings.loading import build, flatten
 from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
+from tests.commands import ask_forked
 from tests.coordinator.console.plan.planned_run import write_run
 from tests.models import make_model
 from tests.scripts.documented_run import make_run
@@ -171,6 +173,7 @@ def test_launch_says_what_it_would_start(
     else:
         hosts = words[words.index("--hosts") + 1].split(",")
         words += ["--ssh", sys.executable]
+    monkeypatch.setattr(run_command, "ask_run", ask_forked)
     assert run([*words, "--dry-run"], monkeypatch) == 0, capsys.readouterr().err
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == hosts
 

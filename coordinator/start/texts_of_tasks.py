@@ -72,12 +72,12 @@ def _without_longer(settings: RunSettings, model_dir: Path, played: PlayedTasks,
         option = "--eval-tasks " if played.columns_section == "eval" else option
         raise SettingsError(
             f"rollout.max_prompt_tokens={longest}: all {len(lengths)} prompts of {option}{tasks.source} "
-            f"are longer, the shortest has {min(lengths.values())} tokens; give more"
+            f"are longer, the shortest has {min(lengths.values())} tokens or more; raise it"
         )
     first, count = next(iter(lengths.items()))
     log.warning(
         "rollout.max_prompt_tokens=%d: %d of %d tasks have longer prompts and are left out, e.g. %s "
-        "(%d tokens)",
+        "(%d tokens or more)",
         *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
     )
     return tasks.without(lengths)

@@ -47,6 +47,8 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _MARKS_OF_TURN = 64
 """More tokens than a chat template writes around a message."""
 _UNLIMITED = 2**31
+_CHARACTERS, _FAR_MORE = 8, 1.25
+"""Characters for each token that there is room for, which have more tokens in nearly all texts."""
 _WRITTEN: dict[str, Any] = {
     "demonstration": demonstration,
     "preference": preference,
@@ -122,7 +124,8 @@ def try_tasks(
             task = tasks.tasks[index]
             policy = Policy(tokenizer, sampling, 0)
             try:
-                prompt, tokens = await _prompt(task, environment, policy, limits)
+                room = min(longest.values(), default=None)
+                prompt, tokens = await _prompt(task, environment, policy, limits, room)
                 _check_length(task, tokens, longest)
             except (TaskError, RequestRefused) as error:
                 text = str(error).removeprefix(f"task {task['id']!r}: ").removeprefix(f"task {task['id']!r} ")
@@ -216,8 +219,8 @@ def longer_prompts(
     tokenizer: EngineClient,
     longest: int,
 ) -> dict[int, int]:
-    """Return the tokens of each prompt that has more than `longest`, by the index of its task. Raises
-    TaskError, which names the task, for one that the model cannot take.
+    """Return how many tokens, or more, prompts that have more than `longest` have, by the index of the task.
+    Raises TaskError, which names the task, for one that the model cannot take.
     """
     limits = {"end_ids": read_special_tokens(model_dir).end_ids, "context": None, "vocabulary": None}
     lengths: dict[int, int] = {}
@@ -231,7 +234,8 @@ def longer_prompts(
             if most <= longest:
                 continue
             try:
-                prompt, _ = await _prompt(task, environment, Policy(tokenizer, sampling, 0), limits)
+                policy = Policy(tokenizer, sampling, 0)
+                prompt, _ = await _prompt(task, environment, policy, limits, longest)
             except (TaskError, RequestRefused) as error:
                 raise TaskError(f"{tasks.place(index)}: {error}") from None
             template.setdefault(has_tools, len(prompt))
@@ -252,12 +256,28 @@ def _check_length(task: Task, tokens: int, longest: Mapping[str, int]) -> None:
             )
 
 
+def _beginning(task: Task, characters: int) -> Task | None:
+    """Return the task with so many characters, at most, of each of its texts; None if none is much longer."""
+    if len(prompt := str(task.get("prompt", ""))) > 2 * characters:
+        return {**task, "prompt": prompt[:characters]}
+    messages = [dict(message) for message in task.get("messages", ())]
+    long = [m for m in messages if isinstance(m.get("content"), str) and len(m["content"]) > 2 * characters]
+    for message in long:
+        message["content"] = message["content"][:characters]
+    return {**task, "messages": messages} if long else None
+
+
 async def _prompt(
-    task: Task, environment: str, policy: Policy, limits: dict[str, Any]
+    task: Task, environment: str, policy: Policy, limits: dict[str, Any], room: int | None = None
 ) -> tuple[list[int], int]:
-    """Return the tokens of a task's prompt, and how many a sample of it has at least. Raises TaskError or
-    RequestRefused if it has none, or an answer that the model cannot take.
+    """Return the tokens of a task's prompt, and how many a sample of it has at least. Where more than `room`
+    are too many, and a beginning of its texts has far more, they are those of that: megabytes take minutes.
+    Raises TaskError or RequestRefused if it has none, or an answer that the model cannot take.
     """
+    if room is not None and environment not in _WRITTEN and (short := _beginning(task, room * _CHARACTERS)):
+        prompt, tokens = await _prompt(short, environment, policy, limits)
+        if tokens > room * _FAR_MORE:  # the last words may be other tokens where a text is cut
+            return prompt, tokens
     if environment in _WRITTEN:
         sampling = Sampling(max_tokens=_UNLIMITED)
         samples = await _WRITTEN[environment](task, policy, sampling, **limits)

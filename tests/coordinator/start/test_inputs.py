@@ -193,10 +193,12 @@ def test_tasks_with_longer_prompts_are_left_out_and_counted(
     assert [task["id"] for task in loaded.tasks.tasks[1:]] == ["c"] and loaded.tasks.place(1).endswith(":3")
     (text,) = [record.getMessage() for record in caplog.records if "max_prompt" in record.getMessage()]
     assert text.startswith("rollout.max_prompt_tokens=30: 2 of 4 tasks have longer prompts and are left out")
-    assert text.endswith("t.jsonl:2 (31 tokens)")
+    assert text.endswith("t.jsonl:2 (31 tokens or more)")
     alone = load_tasks(file_of(tmp_path / "c.jsonl", tasks[0], tasks[2]), seed=0, split="train")
     assert loaded.tasks.digest == alone.digest
-    with pytest.raises(SettingsError, match=r"=5: all 4 prompts of --tasks .* the shortest has 11 tokens;"):
+    with pytest.raises(
+        SettingsError, match=r"=5: all 4 prompts of --tasks .* the shortest has 11 tokens or more;"
+    ):
         inputs.load_inputs(loading.build({**given, "rollout.max_prompt_tokens": 5}), given)
 
 

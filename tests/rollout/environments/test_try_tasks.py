@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer
-from rollout.environments.try_tasks import try_tasks, why_no_tools
+from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.tasks.task_set import TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines
@@ -127,6 +127,30 @@ def test_task_that_something_has_no_room_for_is_an_error_that_names_the_task(
     assert try_tasks(tasks, environment, directory, Sampling(), reader, {"x=1": tokens, "y=2": 900}) == []
     with pytest.raises(TaskError, match=rf"jsonl:2: task '2': .* {tokens} tokens or more, and x=1 has room"):
         try_tasks(tasks, environment, directory, Sampling(), reader, {"y=2": 900, "x=1": tokens - 1})
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_a_text_far_beyond_the_room_a_beginning_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    directory, bodies, post = model_of(tmp_path / "model"), list[str](), LocalTokenizer._post
+
+    async def recorded(self: LocalTokenizer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        bodies.append(json.dumps(body))
+        return await post(self, path, body)
+
+    monkeypatch.setattr(LocalTokenizer, "_post", recorded)
+    text = LONG * 50
+    task = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    tasks = load_tasks(str(write_lines(tmp_path / "tasks.jsonl", task)), seed=0, split="train")
+    with pytest.raises(
+        TaskError, match=r"task '1': its samples have \d+ tokens or more, and x has room for 9"
+    ):
+        try_tasks(tasks, "single_turn", directory, Sampling(), LocalTokenizer(directory), {"x": 9})
+    reader = LocalTokenizer(directory)
+    (count,) = longer_prompts(tasks, "single_turn", directory, Sampling(), reader, 9).values()
+    assert 9 < count < len(text) / 8 and max(map(len, bodies)) < len(text) / 8
+    assert not longer_prompts(tasks, "single_turn", directory, Sampling(), reader, 2 * len(text))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from coordinator.start.rank import NODES_VARIABLE, RANK_VARIABLES
 from tests.commands import run_forked
 from tests.coordinator.examples import tree
+from tests.imports import shared_imports
 from tests.models import write_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def run(place: Path) -> Run:
         # What a machine remembers of large files is not written into the working directory.
         environment |= {"XDG_CACHE_HOME": f"{place}-cache"} | more.pop("env", {})
         if command == COMMAND and not more:
-            return run_forked(arguments, place, environment)
+            return run_forked(arguments, place, {**environment, **shared_imports()})
         return subprocess.run(
             [sys.executable, *command, *arguments],
             cwd=place,

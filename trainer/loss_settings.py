@@ -9,6 +9,17 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rollout.settings_tree import Mark, Settings, nested
 from trainer.algorithms import PRESETS
+from trainer.source_settings import (
+    Advantage,
+    Aggregation,
+    Clip,
+    ClipBound,
+    Correction,
+    Estimate,
+    Overlong,
+    Ratio,
+    SourceSettings,
+)
 
 CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
 """What to do in place of an algorithm that needs a critic."""
@@ -16,77 +27,6 @@ BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
 """Values of `advantage` that compare rewards of any size, so also those from a turn on."""
 ALONE = ("one", "zero", "label")
 """Values of `advantage` that compare nothing within a group."""
-
-
-Advantage = Literal[
-    "centred",
-    "standardised",
-    "leave_one_out",
-    "success",
-    "whitened",
-    "decoupled",
-    "one",
-    "zero",
-    "pair",
-    "label",
-]
-Ratio = Literal["token", "sequence"]
-Clip = Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"]
-Aggregation = Literal["token", "sequence", "sum", "constant"]
-Correction = Literal["off", "truncated", "masked"]
-Estimate = Literal["off", "k1", "k2", "k3"]
-Overlong = Literal["keep", "penalise", "drop"]
-ClipBound = Annotated[float, Field(ge=0)]
-OF_LOSS = (
-    *("ratio", "clip", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coefficient"),
-    *("engine_correction", "engine_correction_cap", "engine_sequence_cap"),
-)
-"""The settings of a source that the loss of its tokens depends on; the others make the batch."""
-
-
-class SourceSettings(Settings):
-    """How the samples of tasks with this value of `rollout.ratio_field` differ. What is not given is as in
-    `trainer`, or as in the source's own preset.
-    """
-
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """What their advantages are multiplied by."""
-    algorithm: str | None = None
-    """The source's `trainer.algorithm`; its values hold for all settings down to `kl_coefficient`."""
-    advantage: Advantage | None = None
-    """The source's `trainer.advantage`; whitened over its tokens. Not pair or label."""
-    keep_flat_groups: bool | None = None
-    """The source's `trainer.keep_flat_groups`."""
-    overlong: Overlong | None = None
-    """The source's `trainer.overlong`."""
-    overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The source's `trainer.overlong_buffer`."""
-    reward_threshold: float | None = None
-    """The source's `trainer.reward_threshold`."""
-    ratio: Ratio | None = None
-    """The source's `trainer.ratio`."""
-    clip: Clip | None = None
-    """The source's `trainer.clip`."""
-    clip_low: ClipBound | None = None
-    """The source's `trainer.clip_low`."""
-    clip_high: ClipBound | None = None
-    """The source's `trainer.clip_high`."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """The source's `trainer.dual_clip`."""
-    aggregation: Aggregation | None = None
-    """The source's `trainer.aggregation`; what it divides by counts all sources."""
-    engine_correction: Correction | None = None
-    """The source's `trainer.engine_correction`."""
-    engine_correction_cap: Annotated[float, Field(gt=0)] | None = None
-    """The source's `trainer.engine_correction_cap`."""
-    engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
-    """The source's `trainer.engine_sequence_cap`."""
-    kl: Estimate | None = None
-    """The source's `trainer.kl`."""
-    kl_to: Literal["base", "teacher"] | None = None
-    """The source's `trainer.kl_to`; the same for all sources with KL."""
-    kl_coefficient: Annotated[float, Field(ge=0)] | None = None
-    """The source's `trainer.kl_coefficient`."""
 
 
 class LossSettings(Settings):

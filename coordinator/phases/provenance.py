@@ -21,9 +21,10 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.inputs import Inputs, difference
 from coordinator.start.user_functions import Functions, load_functions
+from rollout.eval_settings import EvalSettings
 from rollout.origin import Code, Origin, Sampling, origin_document
 from rollout.part_file import DamagedPart, PartHeader, decode_part
-from rollout.settings import SELF, EvalSettings
+from rollout.settings import SELF
 from rollout.storage import files
 
 KINDS: tuple[Kind, ...] = ("train", "eval")

@@ -9,7 +9,8 @@ from pydantic import Field
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.keeping import CheckpointSettings, TrajectorySettings
 from coordinator.settings.metrics import MetricsSettings
-from rollout.settings import GENERATED, TINY, EngineSettings, EvalSetSettings, EvalSettings, RolloutSettings
+from rollout.eval_settings import EvalSetSettings, EvalSettings
+from rollout.settings import GENERATED, TINY, EngineSettings, RolloutSettings
 from rollout.settings_tree import Mark, Settings
 from trainer.settings import TrainerSettings
 

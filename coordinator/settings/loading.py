@@ -17,9 +17,10 @@ from pydantic_core import PydanticCustomError
 from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import RunSettings, SettingsError
-from rollout.settings import TINY, EvalSetSettings
+from rollout.eval_settings import EvalSetSettings
+from rollout.settings import TINY
 from rollout.settings_tree import refuse_truth
-from trainer.loss_settings import SourceSettings
+from trainer.source_settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
     "iterations": 16,

@@ -5,9 +5,9 @@ import tomllib
 
 from coordinator.settings.groups import GroupSettings
 from coordinator.settings.loading import OPTIONS, build, flatten, option_name
-from rollout.settings import EvalSetSettings
+from rollout.eval_settings import EvalSetSettings
 from scripts import settings_page
-from trainer.loss_settings import SourceSettings
+from trainer.source_settings import SourceSettings
 
 DEFAULTS = dict(flatten(build({"model": "any/model"}).model_dump(mode="json")))
 

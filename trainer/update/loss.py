@@ -7,8 +7,8 @@ them:
 - trainer/batch/advantages.py: `advantage`; one that weighs the samples of a step, as pair and label do, also
   in preferences.py and step.py, and in batch/selection.py what is drawn together
 - kl_reward.py and step.py: `kl_in`, the KL of rewards
-- trainer/settings.py: the value, and what is refused with it; then docs/settings.md, by
-  `python -m scripts.settings_page`
+- trainer/source_settings.py: the value; trainer/loss_settings.py: what is refused with it; then
+  docs/settings.md, by `python -m scripts.settings_page`
 - trainer/algorithms.py: the preset, and its paragraph in docs/algorithms.md
 - tests/trainer/update/test_loss.py, and tests/against_trl/test_losses.py if TRL has it
 """
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.settings import TrainerSettings
+from trainer.source_settings import OF_LOSS
 
 SOFT_TEMPERATURES = (1.0, 1.05)
 """Temperatures of clip=soft, for advantages above 0 and for the others: what pushes tokens down is damped
@@ -145,6 +146,25 @@ def loss_of_sources(
         places.append(at)
         terms.append(of_tokens)
     return torch.stack(losses).sum(), torch.cat(terms, 1)[:, torch.cat(places).argsort()]
+
+
+def kinds_of_loss(
+    source_names: Sequence[str], settings: TrainerSettings
+) -> tuple[NDArray[np.int64], list[TrainerSettings]]:
+    """Return the different losses of a batch's sources: (sources,) the number of each one's, and the settings
+    by number. A batch without sources is a single one.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    settings_of_kinds: list[TrainerSettings] = []
+    numbers: list[int] = []
+    for name in source_names or [""]:
+        of_source = settings.of_source(name)
+        key = tuple(getattr(of_source, setting) for setting in OF_LOSS)
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            settings_of_kinds.append(of_source)
+        numbers.append(kinds[key])
+    return np.array(numbers, np.int64), settings_of_kinds
 
 
 def adapted_bonus(bonus: float, entropy: float, target: float, by: float) -> float:

@@ -17,14 +17,13 @@ from trainer.batch.batch import Batch
 from trainer.batch.building import check_engine_logprobs
 from trainer.batch.packing import Microbatch, plan_step, split_steps
 from trainer.batch.selection import PAIR
-from trainer.loss_settings import OF_LOSS
 from trainer.model.learner import Learner
 from trainer.peers import waiting_for_peers
 from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE, STATS
 from trainer.update.kl_reward import with_kl_in_reward
-from trainer.update.loss import Totals, adapted_bonus, kl_estimate, loss_of_sources
+from trainer.update.loss import Totals, adapted_bonus, kinds_of_loss, kl_estimate, loss_of_sources
 from trainer.update.preferences import with_label_weights, with_pair_weights, with_shifted_answers
 from trainer.update.step_stats import StepStats, step_line
 
@@ -220,7 +219,7 @@ def _optimizer_step(
     by_source = None
     if batch.source_names:
         by_source = torch.zeros(1 + len(BY_SOURCE), len(batch.source_names), device=learner.device)
-    kind_of_source, settings_of_kinds = _kinds_of_loss(batch.source_names, settings)
+    kind_of_source, settings_of_kinds = kinds_of_loss(batch.source_names, settings)
     for microbatch, before in zip(plan, befores, strict=True):
         sources = np.zeros(len(microbatch.targets), np.int64)
         if batch.source_names:
@@ -261,25 +260,6 @@ def _optimizer_step(
         entropy_bonus=applied,
         by_source=by_source,
     )
-
-
-def _kinds_of_loss(
-    source_names: Sequence[str], settings: TrainerSettings
-) -> tuple[NDArray[np.int64], list[TrainerSettings]]:
-    """Return the different losses of a batch's sources: (sources,) the number of each one's, and the settings
-    by number. A batch without sources is a single one.
-    """
-    kinds: dict[tuple[object, ...], int] = {}
-    settings_of_kinds: list[TrainerSettings] = []
-    numbers: list[int] = []
-    for name in source_names or [""]:
-        of_source = settings.of_source(name)
-        key = tuple(getattr(of_source, setting) for setting in OF_LOSS)
-        if key not in kinds:
-            kinds[key] = len(kinds)
-            settings_of_kinds.append(of_source)
-        numbers.append(kinds[key])
-    return np.array(numbers, np.int64), settings_of_kinds
 
 
 def _padding(plan: Sequence[Microbatch]) -> float:

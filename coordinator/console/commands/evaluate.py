@@ -32,7 +32,8 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import refuse_run
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
-from rollout.settings import TINY, EvalSetSettings
+from rollout.eval_settings import EvalSetSettings
+from rollout.settings import TINY
 
 KEPT = (
     "data_path",

@@ -27,7 +27,6 @@ LONGEST = (
     "tests/scripts/test_gpu_hour.py",
     "tests/cluster/test_run_directory_gone.py",
     "tests/dry/test_rehearsal.py",
-    "tests/trainer/checkpoint/test_merge.py",
     "tests/cluster/test_rescore.py",
     "tests/cluster/test_dead_children.py",
     "tests/cluster/test_odd_machines.py",

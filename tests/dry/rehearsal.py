@@ -128,7 +128,7 @@ def write(learner: Learner) -> None:
 
 
 def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any]:
-    """Train for STEPS steps of MICROBATCHES a rank, go to host memory and back, and train again."""
+    """Train for STEPS steps of MICROBATCHES a rank, go to host memory and back, and train on one more."""
     install()
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     os.environ["LOCAL_WORLD_SIZE"] = str(min(8, gpus))
@@ -142,19 +142,20 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
         if settings.needs_reference:
             learner.load_reference(model_dir, settings)
 
-        def step(steps: int) -> None:
-            batch = make_batch(count * steps)
+        def step(sequences: int) -> None:
+            batch = make_batch(sequences)
             weights = [1.0] * gpus
             train(learner, batch, settings, max_tokens=4096, rank_weights=weights, report=lambda _: None)
 
-        step(STEPS)
-        peak, own = BYTES.peak, dict(learner.model.named_parameters())
+        step(count * STEPS)
+        peak, held, own = BYTES.peak, BYTES.now, dict(learner.model.named_parameters())
         learner.to_host()
         left = BYTES.now
         away = {local_part(value).device.type for value in learner.parameters.values()}
         places = host_places(learner)
         learner.to_device()
-        step(1)
+        back = BYTES.now
+        step(count // MICROBATCHES)
         again = BYTES.peak
         if not settings.lora.rank:
             write(learner)
@@ -166,6 +167,8 @@ def main(model_dir: Path, gpus: int, settings: TrainerSettings) -> dict[str, Any
             "loaded": loaded,
             "peak": peak,
             "left": left,
+            "held": held,
+            "back": back,
             "away": sorted(away),
             "same": all(own[name] is value for name, value in learner.parameters.items()),
             "again": again,

@@ -133,5 +133,6 @@ def test_training_takes_the_memory_that_is_announced(
     assert found["loading"] <= 1.05 * found["loaded"], "weights that are frozen are halved first"
     assert found["again"] <= 1.02 * found["peak"] and found["left"] < 0.01 * found["peak"]
     assert found["away"] == ["cpu"] and found["same"]
+    assert found["back"] <= 1.01 * found["held"], "without the gradients, which are made anew"
     assert found["summed"] in (["cuda"], []) and found["written"] <= 1.02 * found["peak"]
     assert found["reused"], "fresh host memory costs ten times the copy"

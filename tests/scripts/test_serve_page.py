@@ -18,6 +18,8 @@ from coordinator.console.commands.parse import COMMANDS
 from coordinator.console.server.app import Service
 from coordinator.console.server.client import SERVER_VARIABLE, TOKEN_VARIABLE
 from coordinator.console.server.launchers import Launcher
+from coordinator.machine import run_command
+from tests.commands import ask_forked
 from tests.coordinator.console.server.served import TOKEN, Served, serving
 from tests.scripts.pages import REPOSITORY, blocks, commands
 
@@ -52,6 +54,7 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def served(tmp_path: Path, laptop: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(run_command, "ask_run", ask_forked)
     with serving(tmp_path / "jobs", launcher=MadeUp(), allow_code=True) as found:
         monkeypatch.setenv(SERVER_VARIABLE, found.url)
         yield found

@@ -94,7 +94,7 @@ _NAMES = {
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
     "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
-    "trainer.compute_dtype": "torch_dtype bf16 param_dtype mixed_precision model_dtype",
+    "trainer.compute_dtype": "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype",
     "trainer.layout": (
         "strategy fsdp deepspeed zero_optimization.stage distributed_type sharding_strategy "
         "fsdp_sharding_strategy fsdp_size dp_replicate"
@@ -211,8 +211,14 @@ _VALUES = {
     "layout=sharded": "layout=fsdp layout=fsdp2 layout=full_shard layout=shard_grad_op layout=zero3",
     "layout=hybrid": "layout=hybrid_shard layout=hybrid_shard_zero2 layout=hsdp",
     "layout=replicated": "layout=no_shard layout=ddp layout=multi_gpu",
+    "interval=0": "interval=-1",
+    "keep_every=null": "keep_every=-1",
     "schedule=constant": "schedule=constant_with_warmup",
-    "optimizer=adamw": "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam",
+    "schedule=cosine": "schedule=cosine_with_min_lr schedule=cosine_with_restarts",
+    "optimizer=adamw": (
+        "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam optimizer=adamw_8bit "
+        "optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit optimizer=paged_adamw_32bit"
+    ),
     "aggregation=token": "aggregation=token-mean",
     "aggregation=sequence": "aggregation=seq-mean-token-mean",
     "aggregation=sum": "aggregation=seq-mean-token-sum",

@@ -65,6 +65,8 @@ def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = N
 
 def value_here(setting: str, value: Any) -> str | None:
     """Return what a value of theirs is for a setting here; None if it is no other one."""
+    if setting == "trainer.kl" and type(value) in (int, float) and value > 0:  # theirs is a number alone
+        return f"k3 trainer.kl_coefficient={value:g}"
     translated = VALUES.get(f"{setting.rpartition('.')[2]}={value}".lower())
     return translated.partition("=")[2] if translated else None
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rollout.environments.demonstration import SAID, check_each, messages_before, written
 from rollout.environments.policy import Policy
 from rollout.origin import Sampling
+from rollout.tasks.fields import name_of_answer
 from rollout.tasks.messages import Message
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 from rollout.trajectory import Sample
@@ -74,7 +75,9 @@ def _answer(task: Task, name: str) -> Message:
     else:
         message = {"role": "assistant", "content": answer if isinstance(answer, str) else ""}
     if not any(message.get(name) for name in SAID):
+        advice = "" if name in task else f"; {name_of_answer(task, name)}"
         raise TaskError(
             f"task {task['id']!r} has no answer in `{name}`; a preference has two, `chosen` and `rejected`"
+            f"{advice}"
         )
     return message

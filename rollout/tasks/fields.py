@@ -23,6 +23,8 @@ from rollout.tasks.pictures import with_column
 _CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 """The fields that may be a list of messages."""
 _NONE_IF_NULL = {*_CONVERSATIONS, "answer", "tools"}
+_QUESTIONS = ("question", "problem", "instruction", "query")
+"""What data sets call the question, a text."""
 _ANSWERS = ("ground_truth", "final_answer", "completion", "response", "output", "solution", "target", "label")
 """What data sets call the field `answer`."""
 
@@ -248,8 +250,9 @@ def name_of_answer(task: Mapping[str, Any], field: str = "answer") -> str:
 
 def _hint(task: Mapping[str, Any]) -> str:
     names = ", ".join(map(str, task))
-    lists = [name for name, value in task.items() if isinstance(value, list)]
-    example = f"columns.messages={lists[0]}" if lists else "columns.prompt=COLUMN"
+    questions = [name for name in task if name in _QUESTIONS]
+    likely = questions or [name for name, value in task.items() if isinstance(value, list)]
+    example = f"columns.messages={likely[0]}" if likely else "columns.prompt=COLUMN"
     return f"; name its column, e.g. {example} (there is {names})" if names else ""
 
 

@@ -51,7 +51,7 @@ def read_json(file: str, _images: str) -> Iterator[TaskRow]:
             way_out = _way_out(file) or "; save the file as UTF-8"
             raise RowError(f"{file}:{number}: not UTF-8 at byte {error.start}{way_out}") from error
         except json.JSONDecodeError as error:
-            where = f"{file}:{number}: not JSON: {error.msg} at column {error.colno}"
+            where = f"{file}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
             is_spread = error.msg == "Extra data" or text.strip() == "{"
             advice = "; give each object one line (jq -c . FILE does)" if is_spread else ""
             advice = next((way for begin, way in _NO_JSON.items() if text.lstrip().startswith(begin)), advice)

@@ -125,6 +125,16 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
             "rollout.top_k=-1: input should be greater than or equal to 0; did you mean 0?",
         ),
         ("trainer.layout", "HYBRID_SHARD", "trainer.layout=HYBRID_SHARD: input should be 'auto', 'rep"),
+        (
+            "trainer.kl",
+            0.04,
+            "trainer.kl=0.04: input should be 'off', 'k1', 'k2' or 'k3'; did you mean k3 tra",
+        ),
+        (
+            "eval.interval",
+            -1,
+            "--eval-interval=-1: input should be greater than or equal to 0; did you mean 0?",
+        ),
         ("engine.kind", "sglang", "--engine=sglang: input should be 'auto', 'vllm' or 'torch'"),
         ("trainer.learning_rate", -1, "trainer.learning_rate=-1: input should be greater than 0"),
         ("trainer.learning_rate", float("inf"), "trainer.learning_rate=inf: input should be a finite number"),

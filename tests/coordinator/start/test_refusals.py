@@ -74,15 +74,15 @@ def test_first_task_without_an_answer_is_named_with_the_reward_that_needs_one(tm
 def test_refusal_of_an_evaluation_task_names_the_columns_of_its_own_section(tmp_path: Path) -> None:
     questions = tasks_at(tmp_path / "columns.jsonl", {"question": "1", "gold": "1"})
     assert f"{questions}:1: " in refusal({"tasks": questions})
-    assert "e.g. columns.prompt=COLUMN (" in refusal({"tasks": questions})
+    assert "e.g. columns.messages=question (" in refusal({"tasks": questions})
     text = refusal({"eval_tasks": questions})
-    assert f"{questions}:1: " in text and "e.g. eval.columns.prompt=COLUMN (" in text
+    assert f"{questions}:1: " in text and "e.g. eval.columns.messages=question (" in text
     text = refusal({"eval_tasks": questions, "eval.columns.prompt": "question"})
     assert "no `answer`; name its column, e.g. eval.columns.answer=COLUMN (there is gold)" in text
     text = refusal({"eval_tasks": questions, "eval.columns.prompt": "quest"})
     assert "nothing in the column 'quest' (eval.columns.prompt)" in text
     text = refusal({"eval.sets.hard.tasks": questions})
-    assert "e.g. eval.sets.hard.columns.prompt=COLUMN (" in text
+    assert "e.g. eval.sets.hard.columns.messages=question (" in text
     assert as_typed(f"eval.sets.eval.tasks={questions}: eval.sets.eval.columns.prompt=COLUMN") == (
         f"--eval-tasks {questions}: eval.columns.prompt=COLUMN"
     )

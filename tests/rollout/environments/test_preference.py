@@ -53,6 +53,7 @@ def test_both_answers_are_trained_with_their_rewards(
     ("task", "said"),
     [
         ({"prompt": "1", "chosen": "2"}, "task '1' has no answer in `rejected`"),
+        ({"prompt": "1", "good": "2", "bad": "3"}, "e.g. columns.chosen=COLUMN (there is good, bad)"),
         ({"prompt": "1", "chosen": "", "rejected": "2"}, "task '1' has no answer in `chosen`"),
         ({"prompt": "1", "chosen": 2, "rejected": "2"}, "task '1' has no answer in `chosen`"),
         ({"prompt": "1", "chosen": [BETTER, BETTER], "rejected": "2"}, "it has 2 messages of its own"),

@@ -87,7 +87,7 @@ def test_columns_are_mapped_to_fields(tmp_path: Path, name: str, write: Callable
     ("rows", "columns", "reason"),
     [
         ([{"prompt": "a"}, {"answer": "3"}], {}, "row 2: give either `prompt` or `messages`; neither is"),
-        ([{"question": "a"}], {}, "name its column, e.g. columns.prompt=COLUMN (there is question)"),
+        ([{"question": "a"}], {}, "name its column, e.g. columns.messages=question (there is question)"),
         (
             [{"text": "a"}],
             {"prompt": "q"},

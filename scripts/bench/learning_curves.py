@@ -5,8 +5,11 @@
 
 An arm is a name and the settings of its runs, separated by spaces. All arms have the recipe of the demo, the
 settings that stand last, and the built-in model, or with --experts a mixture of as small experts that is
-taught the same. Prints a JSON line for each run, with the fraction of each iteration's samples that is right;
-and means over the iterations of what docs/monitoring.md has about the distance of engine and trainer.
+taught the same. --tasks mixture are the demo's sums from two sources, small (up to 99) and large; --tasks
+labels are its sums with their answer, labelled good, and with that in brackets, labelled bad. Prints a JSON
+line for each run, with the fraction of each iteration's samples that is right (of its evaluation, if it has
+one; for labels each has); and means over the iterations of what docs/monitoring.md has about the distance of
+engine and trainer.
 
 The fraction in iterations 1, 3, 4, 6 and 10, with iterations=10, means of seeds 0, 1 and 2:
 
@@ -43,6 +46,7 @@ from typing import Any
 
 from coordinator import Run
 from coordinator.settings.loading import TINY_DEFAULTS
+from rollout.tasks.task_set import load_tasks
 
 SHARED = {
     **TINY_DEFAULTS,
@@ -63,19 +67,48 @@ def main() -> None:
         "--arm", action="append", default=[], metavar="NAME=SETTINGS", help="several, in turn"
     )
     parser.add_argument("--experts", action="store_true", help="a mixture of experts as the model")
+    parser.add_argument("--tasks", choices=("mixture", "labels"), help="in place of the demo's")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="settings of all runs")
     arguments = parser.parse_args()
     arguments.dir.mkdir(parents=True)
     arms = [arm.partition("=") for arm in arguments.arm]
     for seed in map(int, arguments.seeds.split(",")):
         shared = {**SHARED, "rollout.seed": seed, **settings_of(arguments.words)}
+        if arguments.tasks:
+            shared["tasks"] = str(
+                write_tasks(seed, arguments.dir.absolute() / f"tasks_{seed}.jsonl", arguments.tasks)
+            )
+        if arguments.tasks == "labels":
+            shared |= {"eval_tasks": SHARED["tasks"], "eval.interval": 1}
         if arguments.experts:
             shared["model"] = str(make_experts(seed, arguments.dir.absolute() / f"experts_{seed}"))
         for name, _, words in arms:
             lines = learn(arguments.dir / f"{name}_{seed}", {**shared, **settings_of(words.split())})
             means = {each: mean_of([line[each] for line in lines]) for each in APART}
-            right = [round(line["reward"], 2) for line in lines]
+            right = [round(right_of(line), 2) for line in lines]
             print(json.dumps({"arm": name, "seed": seed, "right": right, **means}), flush=True)
+
+
+def right_of(line: Mapping[str, Any]) -> float:
+    """Return the fraction of the samples that is right: of several rewards what `exact` says."""
+    if line["eval_reward"] is not None:
+        return line["eval_reward"]
+    return line["sample_metrics"].get("exact", line["reward"])
+
+
+def write_tasks(seed: int, path: Path, kind: str) -> Path:
+    """Write the demo's sums as a file of a mixture or of labelled answers."""
+    rows: list[dict[str, Any]] = []
+    for task in load_tasks(SHARED["tasks"], seed=seed, split="train").tasks:
+        source = "large" if len(task["answer"]) > 2 else "small"
+        if kind == "mixture":
+            rows.append({**task, "source": source})
+        else:
+            bad = {"completion": f"({task['answer']})", "label": False}
+            asked = {"prompt": task["prompt"]}
+            rows += [{**asked, "completion": task["answer"], "label": True}, {**asked, **bad}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

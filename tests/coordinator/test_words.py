@@ -16,7 +16,6 @@ EXCEPTIONS = {
     ("coordinator/protocol/records.py", "given"): "a key of epoch records on disk",
     ("coordinator/journal/events.py", "what"): "a key of events on disk, given as a keyword",
     ("coordinator/start/last_settings.py", "then"): "a key of events on disk: a setting has changed",
-    ("trainer/checkpoint/retrain.py", "then"): "beside `now`: a tensor as it was published",
     ("rollout/environments/openenv.py", "behind"): "an attribute of functions that code_of reads",
     ("rollout/environments/text_gym.py", "behind"): "an attribute of functions that code_of reads",
     ("rollout/environments/verifiers.py", "behind"): "an attribute of functions that code_of reads",

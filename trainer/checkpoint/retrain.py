@@ -94,9 +94,9 @@ def _distance(learner: Learner, published: Sequence[Tensor], dtype: torch.dtype)
     The same on all ranks.
     """
     square, largest = 0.0, 0.0
-    for now, then in zip(_saved_parts(learner, dtype), published, strict=True):
-        if now.numel():
-            difference = now.float() - then.float()
+    for repeated, served in zip(_saved_parts(learner, dtype), published, strict=True):
+        if repeated.numel():
+            difference = repeated.float() - served.float()
             square += float(difference.square().sum())
             largest = max(largest, float(difference.abs().max()))
     every = gather_json([square, largest], "comparing the repeated weights")

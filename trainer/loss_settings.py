@@ -21,8 +21,16 @@ from trainer.source_settings import (
     SourceSettings,
 )
 
-CRITICS = "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
-"""What to do in place of an algorithm that needs a critic."""
+_CRITICS = (
+    "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
+)
+ELSEWHERE = {
+    **dict.fromkeys(("ppo", "gae", "vapo"), _CRITICS),
+    **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), "did you mean reinforce++?"),
+    "bnpo": "take trainer.algorithm=grpo trainer.aggregation=token",
+    "remax": "take rloo, which compares with the other samples in place of a greedy one",
+}
+"""What to do in place of an algorithm of other trainers."""
 BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
 """Values of `advantage` that compare rewards of any size, so also those from a turn on."""
 ALONE = ("one", "zero", "label")
@@ -266,7 +274,7 @@ def _refuse_unknown(algorithm: Any) -> None:
     if isinstance(algorithm, str) and algorithm in PRESETS:
         return
     word = str(algorithm).lower()
-    near = difflib.get_close_matches(word, PRESETS, n=1)
+    near = difflib.get_close_matches(word, PRESETS, n=1, cutoff=0.7)
     advice = f"; did you mean {near[0]}?" if near else ""
-    advice = f"; {CRITICS}" if word in ("ppo", "gae", "vapo") else advice
+    advice = f"; {ELSEWHERE[word]}" if word in ELSEWHERE else advice
     raise ValueError(f"trainer.algorithm={algorithm}: there is {', '.join(PRESETS)}{advice}")

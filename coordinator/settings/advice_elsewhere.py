@@ -135,6 +135,20 @@ _INSTEAD = {
         "precompute_ref_log_probs"
     ),
     "run eval scores a checkpoint, or --model, alone": "val_only",
+    "rollout.task_sampling=curriculum takes rather tasks that are solved sometimes": (
+        "easy_threshold hard_threshold easy_fraction hard_fraction"
+    ),
+    "the loss of a pair is DPO's with trainer.pair_beta alone; leave it out": (
+        "rpo_alpha ld_alpha label_smoothing loss_weights use_weighting discopop_tau f_divergence_type"
+    ),
+    "4 bits are trainer.lora.base_dtype=nf4; there are no 8": "load_in_8bit",
+    "routers have no loss of their own; leave it out": (
+        "aux_loss_coef router_aux_loss_coef output_router_logits moe_aux_loss_coeff"
+    ),
+    "set trainer.engine_correction=masked and trainer.engine_correction_cap, or engine_sequence_cap": (
+        "token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low"
+    ),
+    "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
 }
 
 

@@ -229,6 +229,7 @@ _VALUES = {
     "kl=off": "kl=none",
     "compute_dtype=bfloat16": "compute_dtype=bf16",
     "kind=torch": "kind=hf kind=transformers",
+    "kind=vllm": "kind=sglang kind=trtllm",
 }
 """Values of theirs for settings here."""
 BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}

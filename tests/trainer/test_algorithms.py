@@ -350,6 +350,8 @@ def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:
         TrainerSettings(algorithm="reinforce_plus_plus")
     with pytest.raises(ValueError, match=r"algorithm=GRPO: .*; did you mean grpo\?"):
         TrainerSettings(algorithm="GRPO")
+    with pytest.raises(ValueError, match=r"algorithm=bnpo: .*; take trainer.algorithm=grpo trainer.aggreg"):
+        TrainerSettings(algorithm="bnpo")
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "kto", "distill", "rft", "maxrl", "gdpo"])

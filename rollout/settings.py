@@ -4,9 +4,9 @@
 
 import re
 import urllib.parse
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rollout.settings_tree import Mark, Settings
 
@@ -155,16 +155,20 @@ class RolloutSettings(Settings):
         of_sources = [f"{self.ratio_field}={name}: {self.rewards[name]}" for name in sorted(self.rewards)]
         return BESIDE.join([self.reward, *of_sources])
 
-    @field_validator("rewards")
-    @classmethod
-    def _check_rewards(cls, rewards: dict[str, str]) -> dict[str, str]:
-        """Refuse a source whose name would end it in `scoring`."""
-        for source, reward in rewards.items():
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        """Refuse names by which `scoring` could not be taken apart."""
+        for source, reward in self.rewards.items():
             if BESIDE in f"{source}{reward}" or ": " in source or not source:
                 raise ValueError(
                     f"rollout.rewards.{source}: a source has no ': ' and no '{BESIDE}' in its name"
                 )
-        return rewards
+            if re.search("[=|:]", self.ratio_field):
+                raise ValueError(
+                    f"rollout.ratio_field={self.ratio_field} with rollout.rewards.{source}: a field has no "
+                    "=, | or : in its name"
+                )
+        return self
 
     @field_validator("teacher")
     @classmethod

@@ -142,7 +142,7 @@ class LossSettings(Settings):
             }
             preset = {key: value for key, value in PRESETS[source.algorithm]().items() if key in defaults}
             overrides = {**defaults, **preset, **overrides}
-        return self.model_copy(update={"sources": {}, **overrides})
+        return self.model_copy(update={"sources": {}, "kl_in": "loss", **overrides})
 
     @property
     def of_all_sources(self) -> list[Self]:
@@ -179,8 +179,10 @@ class LossSettings(Settings):
         """Whether the loss may have an entropy bonus."""
         return self.entropy_bonus > 0 or self.entropy_target is not None
 
-    @model_validator(mode="after")
-    def _clip_bounds(self) -> Self:
+    def refuse_clip_bounds(self) -> None:
+        """Raise ValueError for a bound that cuts nothing off. Not a rule of the settings themselves: runs of
+        before, whose records must be read, may have one.
+        """
         bounds = {"clip_low": {"ppo", "dual", "cispo", "divergence"}, "clip_high": {"divergence"}}
         for name, clips in bounds.items():
             bound = getattr(self, name)
@@ -188,11 +190,11 @@ class LossSettings(Settings):
                 quantity = "probability" if self.clip == "divergence" else "ratio"
                 move, fraction = "falls" if name == "clip_low" else "rises", bound / 100
                 advice = f"give {fraction:g} for {bound:g} %" if fraction < 1 else "give a fraction, e.g. 0.2"
+                advice = "" if self.clip == "cispo" else f"{advice}, or "
                 raise ValueError(
                     f"trainer.{name}={bound:g} with trainer.clip={self.clip}: no {quantity} {move} by more "
-                    f"than 1, so nothing is cut off; {advice}, or 1 for no bound"
+                    f"than 1, so nothing is cut off; {advice or 'give '}1 for no bound"
                 )
-        return self
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:
@@ -228,7 +230,8 @@ class LossSettings(Settings):
                 f"trainer.kl_in={self.kl_in} with trainer.advantage={self.advantage}: KL is taken from "
                 "rewards that keep their scale; use centred, leave_one_out or whitened, or trainer.kl_in=loss"
             )
-        if self.sources and (self.weighs_samples or (self.kl != "off" and self.kl_in != "loss")):
+        in_loss = self.kl == "off" or self.kl_in == "loss"
+        if self.sources and (self.weighs_samples or not in_loss):
             setting = f"advantage={self.advantage}" if self.weighs_samples else f"kl_in={self.kl_in}"
             raise ValueError(
                 f"trainer.sources.{min(self.sources)} with trainer.{setting}: that is computed in the "

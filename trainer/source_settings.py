@@ -72,6 +72,6 @@ class SourceSettings(Settings):
     kl: Estimate | None = None
     """The source's `trainer.kl`."""
     kl_to: Literal["base", "teacher"] | None = None
-    """The source's `trainer.kl_to`; the same for all sources with KL."""
+    """The source's `trainer.kl_to`; one for all with KL, in the loss."""
     kl_coefficient: Annotated[float, Field(ge=0)] | None = None
     """The source's `trainer.kl_coefficient`."""

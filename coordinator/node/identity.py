@@ -33,7 +33,7 @@ class Identity(NodeStart):
     """Training processes on it."""
     gpu_count: int = 0
     gpu_bytes: float | None = None
-    """The memory of its smallest GPU; None: it has none, or does not say."""
+    """The memory of its smallest GPU, if it trains on several that say so."""
     host_bytes: float = 0.0
     """The memory of its machine."""
 
@@ -45,7 +45,7 @@ class Identity(NodeStart):
             **vars(start),
             processes=processes,
             gpu_count=count_gpus(),
-            gpu_bytes=least_gpu_bytes(),
+            gpu_bytes=least_gpu_bytes() if processes > 1 and count_gpus() else None,
             host_bytes=memory_bytes(),
         )
 

@@ -1,6 +1,8 @@
 """Phases 7 to 12, one short function for each: from the manifest to an engine with the new policy."""
 
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -118,12 +120,16 @@ def _layout(node: Node, members: Sequence[Member]) -> str:
     trainer = node.settings.trainer
     if len(members) < 2 or not all(member.gpu_bytes for member in members):
         return trainer.layout
+    on_host = Counter(member.host for member in members)  # which share its memory
     is_whole = is_whole_on_each_node(
         _shapes(node.policies.policy_of(0).directory),
         trainer,
         [member.processes for member in members],
         [member.gpu_bytes for member in members],
-        [member.host_bytes for member in members],
+        [
+            member.host_bytes / on_host[member.host] if node.settings.rl_phase == "both" else math.inf
+            for member in members
+        ],
     )
     return "hybrid" if is_whole else trainer.layout
 

@@ -10,7 +10,7 @@ _INSTEAD = {
         "ray_init ray_kwargs"
     ),
     "set both trainer.kl=k3 and trainer.kl_coefficient": (
-        "beta use_kl_loss kl_loss_coef kl_tau kl_loss_type kl_penalty kl_estimator"
+        "beta use_kl_loss kl_loss_coef kl_loss_type kl_penalty kl_estimator"
     ),
     (
         "set both trainer.kl=k3 and trainer.kl_coefficient; for KL in the reward, k1 and "
@@ -149,6 +149,8 @@ _INSTEAD = {
         "token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low"
     ),
     "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
+    "trainer.engine_correction corrects for what engine and trainer differ in; leave it out": "kl_tau",
+    "metrics.sinks=wandb; it reads WANDB_API_KEY": "use_wandb wandb.key wandb_api_key",
 }
 
 

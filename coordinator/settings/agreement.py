@@ -152,7 +152,8 @@ def _prompts_can_be_changed(settings: SettingFields) -> None:
 
 
 def _groups_have_advantages(settings: SettingFields) -> None:
-    alone = settings.rollout.samples_per_task < 2 and settings.trainer.advantage not in ALONE
+    compares = any(each.advantage not in ALONE for each in settings.trainer.of_all_sources)
+    alone = settings.rollout.samples_per_task < 2 and compares
     if settings.rl_phase == "both" and alone:
         raise ValueError(
             f"rollout.samples_per_task={settings.rollout.samples_per_task}: a group of one has no "
@@ -200,12 +201,18 @@ def _written_answers_are_not_sampled(settings: SettingFields) -> None:
             f"{trainer.algorithm} needs (trainer.clip={trainer.clip}, "
             f"trainer.engine_correction={trainer.engine_correction}); add trainer.algorithm={preset}"
         )
-    if environment != "demonstration" and trainer.advantage == "one" and trainer.reward_threshold is None:
+    everything = [
+        each for each in trainer.of_all_sources if each.advantage == "one" and each.reward_threshold is None
+    ]
+    if environment != "demonstration" and everything:
+        trainer = everything[0]
         raise ValueError(
             f"rollout.environment={environment} with trainer.algorithm={trainer.algorithm} would train on "
             f"the bad answers too; add trainer.algorithm={preset}, or trainer.reward_threshold=1"
         )
-    if environment == "labelled" and trainer.advantage not in ALONE:
+    comparing = [each for each in trainer.of_all_sources if each.advantage not in ALONE]
+    if environment == "labelled" and comparing:
+        trainer = comparing[0]
         raise ValueError(
             f"rollout.environment=labelled has one answer a task, and trainer.advantage={trainer.advantage} "
             "compares several; add trainer.algorithm=kto"

@@ -18,7 +18,7 @@ from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.eval_settings import EvalSetSettings
-from rollout.settings import TINY
+from rollout.settings import TINY, joined
 from rollout.settings_tree import refuse_truth
 from trainer.source_settings import SourceSettings
 
@@ -89,6 +89,7 @@ def build(overrides: Mapping[str, Any]) -> RunSettings:
     settings = _validate({**base, **overrides})
     try:  # not by the settings themselves: a crew of the run has fewer nodes
         refuse_absent(settings.cluster.groups, settings.cluster.num_nodes)
+        _refuse_clip_bounds(settings)
     except ValueError as error:
         raise SettingsError(str(error)) from None
     return settings
@@ -97,7 +98,18 @@ def build(overrides: Mapping[str, Any]) -> RunSettings:
 def overlay(published: RunSettings, overrides: Mapping[str, Any]) -> RunSettings:
     """Put `overrides` over what the master published; that is the result if nothing contradicts."""
     refuse_unknown(overrides)
-    return _validate({**dict(flatten(published.model_dump(mode="json"))), **overrides})
+    settings = _validate({**dict(flatten(published.model_dump(mode="json"))), **overrides})
+    if any(key.startswith(("trainer.clip", "trainer.algorithm", "trainer.sources")) for key in overrides):
+        try:
+            _refuse_clip_bounds(settings)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    return settings
+
+
+def _refuse_clip_bounds(settings: RunSettings) -> None:
+    for each in settings.trainer.of_all_sources:
+        each.refuse_clip_bounds()
 
 
 def contradictions(published: RunSettings, overrides: Mapping[str, Any]) -> list[str]:
@@ -130,9 +142,14 @@ def check_each(overrides: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unknown(overrides)
     fields = dict(_fields(RunSettings))
     return {
-        key: value if _opened(key) else _check_one(key, fields[key], value)
+        key: _as_held(key, value) if _opened(key) else _check_one(key, fields[key], value)
         for key, value in overrides.items()
     }
+
+
+def _as_held(key: str, value: Any) -> Any:
+    """Return an entry of a table as the settings hold it: several rewards are one text."""
+    return joined(value) if key.startswith("rollout.rewards.") else value
 
 
 def _check_one(key: str, field: FieldInfo, value: Any) -> Any:

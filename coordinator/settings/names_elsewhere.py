@@ -65,7 +65,7 @@ _NAMES = {
     "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name",
     "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
     "cluster.max_async_level": "async_queue_size async_train",
-    "metrics.sinks": "report_to logger use_wandb wandb wandb.key",
+    "metrics.sinks": "report_to logger wandb",
     "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes num_machines",
     "cluster.expect_gpus": "gpus num_gpus n_gpus_per_node actor_num_gpus_per_node",
     "trainer.aggregation": "loss_agg_mode use_token_level_loss",
@@ -77,7 +77,7 @@ _NAMES = {
     "trainer.engine_correction": (
         "vllm_importance_sampling_correction rollout_correction enable_vllm_is_correction "
         "vllm_is_correction_type vllm_enable_is_correction use_icepop vllm_importance_sampling_mode "
-        "rollout_is"
+        "rollout_is rollout_rs"
     ),
     "trainer.overlong": "mask_truncated_completions stop_properly_penalty_coef",
     "trainer.cpu_offload": (
@@ -104,7 +104,9 @@ _NAMES = {
     "trainer.dual_clip": "clip_ratio_c",
     "metrics.project": "project_name wandb_project wandb.project",
     "engine.args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
-    "trainer.context_parallel": "ulysses_sequence_parallel_size context_parallel_size ring_attn_size cp",
+    "trainer.context_parallel": (
+        "ulysses_sequence_parallel_size context_parallel_size ring_attn_size cp sp_size"
+    ),
     "eval.max_tasks": "val_max_samples eval.num_examples",
     "engine.url": "vllm_server_base_url vllm_server_host vllm_server_port",
     "engine.args.max_num_batched_tokens": "max_num_batched_tokens",
@@ -126,6 +128,7 @@ _NAMES = {
         "rollout_is_threshold tis_imp_ratio_cap"
     ),
     "trainer.undesirable_weight": "desirable_weight",
+    "trainer.pair_beta": "dpo_beta kto_beta",
     "checkpoints.best_by": "metric_for_best_model",
     "checkpoints.keep_best": "load_best_model_at_end",
     "metrics.samples": "log_extras.samples",
@@ -164,7 +167,8 @@ _NOTES = {
     "masked for true": "use_icepop",
     "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
     "1 for true, 0 for false": "async_train",
-    "wandb; it reads WANDB_API_KEY": "wandb.key",
+    "wandb or tensorboard": "report_to logger wandb",
+    "masked": "rollout_rs",
     "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
     "in iterations, each of which may have several optimizer steps": "max_steps",
     "in iterations": "eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",

@@ -1,6 +1,7 @@
 """Read a file of settings: TOML, YAML or JSON."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,7 @@ from coordinator.settings.tree import SettingsError
 
 TOML_OR_YAML = "pipe"
 """What a pipe has in place of a suffix."""
-WRITER_S = 2.0
+WRITER_S = 10.0
 """How long a pipe may have no writer: a shell starts both sides at once."""
 
 
@@ -18,7 +19,8 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the settings of a .toml, .yaml or .json file, or of a pipe, as dotted keys."""
     try:
         content = _read_pipe(path) if path.is_fifo() else path.read_bytes()
-        tree = _parse_file(content.decode(), path.suffix or (TOML_OR_YAML if path.is_fifo() else ""))
+        is_stream = path.is_fifo() or str(path).startswith("/dev/")
+        tree = _parse_file(content.decode(), path.suffix or (TOML_OR_YAML if is_stream else ""))
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}; give a .toml or .yaml file") from error
     except UnicodeDecodeError as error:
@@ -56,6 +58,8 @@ def _parse_file(text: str, suffix: str) -> Any:
         try:
             return _parse_file(text, ".toml")
         except ValueError as error:
+            if re.search(r"^\s*(\[|[\w.-]+\s*=)", text, re.MULTILINE):
+                raise
             if isinstance(tree := _parse_file(text, ".yaml"), dict):
                 return cast(Any, tree)
             raise ValueError(f"is neither TOML ({error}) nor YAML") from None

@@ -113,6 +113,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     word = _plain(typed)
     if _pair(word) in ALIASES:  # closer than what holds for its whole section
         return None
+    if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):
+        return "did you mean trainer.pair_beta?"
     parts = (_pair(word), *reversed(word.split(".")))
     instead = next((ANSWERS[part] for part in parts if part in ANSWERS), "")
     value, coefficient = values.get(typed), "trainer.kl_coefficient"

@@ -17,7 +17,7 @@ from coordinator.start.refusals_of_tasks import evaluates
 from coordinator.start.start import NodeStart
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters
-from rollout.environment_variables import cores
+from rollout.environment_variables import cores, memory_bytes
 from rollout.settings import GENERATED, PROGRAMS
 
 MOST_ODD = 3
@@ -163,7 +163,7 @@ def _estimate(settings: RunSettings, inputs: Inputs, gpus: int) -> dict[str, str
     count = nodes * gpus
     names = [gpu["name"] for gpu in known]
     return {
-        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes), nodes),
+        "memory": estimate.memory_text(shapes, settings.trainer, count, min(sizes), nodes, memory_bytes()),
         "time": estimate.time_text(inputs.parameters, settings, count, names, active),
         **disk,
     }

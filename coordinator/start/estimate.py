@@ -58,13 +58,18 @@ Tensors = Mapping[str, tuple[int, ...]]
 
 
 def memory_text(
-    tensors: Tensors, trainer: TrainerSettings, count: int, gpu_bytes: float, nodes: int = 1
+    tensors: Tensors,
+    trainer: TrainerSettings,
+    count: int,
+    gpu_bytes: float,
+    nodes: int = 1,
+    host_bytes: float = math.inf,
 ) -> str:
     """Return in words the memory that training needs of each of `count` GPUs, over all nodes, and what to
-    lower if they have less.
+    lower if they have less. `host_bytes`: the memory of each node.
     """
     if count % nodes == 0 and is_whole_on_each_node(
-        tensors, trainer, [count // nodes] * nodes, [gpu_bytes] * nodes, [math.inf] * nodes
+        tensors, trainer, [count // nodes] * nodes, [gpu_bytes] * nodes, [host_bytes] * nodes
     ):
         trainer = _with(trainer, {"layout": "hybrid"})
     needed = _needed_bytes(tensors, trainer, count, nodes)

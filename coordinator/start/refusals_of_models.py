@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rollout.engines.model_facts import (
 )
 from rollout.engines.special_tokens import SpecialTokens, read_special_tokens
 from rollout.environments.self_teacher import SelfTeacher
-from rollout.rewards.parts import parts_of
+from rollout.rewards.parts import parts_of, rewards_of_sources
 from rollout.rewards.served import SERVED, ServedReward
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
@@ -66,7 +67,7 @@ def warn_of_reward_servers(settings: RunSettings) -> None:
     rewards |= {f"rollout.rewards.{name}=": (text, None) for name, text in rollout.rewards.items()}
     rewards |= {f"{SECTION}{name}.reward=": (str(each.reward), each.max_tokens) for name, each in sets}
     for option, (text, max_tokens) in rewards.items():
-        for part in parts_of(text):
+        for part in chain.from_iterable(map(parts_of, rewards_of_sources(text).all())):
             is_served = part.name.startswith(SERVED)
             if is_served and (problem := asyncio.run(look(part.name, max_tokens or rollout.max_tokens))):
                 log.warning("%s%s: %s: as it is now, samples are lost", option, part.name, problem)

@@ -78,7 +78,10 @@ def refuse_unscored(settings: RunSettings, tasks: RunTasks) -> None:
             try:
                 check_task(played.reward, task)
             except ValueError as error:
-                option, reward = played.option("reward"), rewards_of_sources(played.reward).of_task(task)
+                option, rewards = played.option("reward"), rewards_of_sources(played.reward)
+                reward = rewards.of_task(task)
+                if (source := str(task.get(rewards.field))) in rewards.by_source:
+                    option = f"rollout.rewards.{source}"
                 raise SettingsError(
                     f"{played.tasks.place(index)}: {option} {reward} cannot score this task: "
                     f"{with_columns_of(played.columns_section, error)}; repair it, or give another {option}"

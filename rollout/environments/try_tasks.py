@@ -257,14 +257,16 @@ def _check_length(task: Task, tokens: int, longest: Mapping[str, int]) -> None:
 
 
 def _beginning(task: Task, characters: int) -> Task | None:
-    """Return the task with so many characters, at most, of each of its texts; None if none is much longer."""
+    """Return the task with so many characters, at most, of its prompt or last message; None if that is not
+    much longer. Of messages before it a template may leave out a part, as it does with reasoning.
+    """
     if len(prompt := str(task.get("prompt", ""))) > 2 * characters:
         return {**task, "prompt": prompt[:characters]}
-    messages = [dict(message) for message in task.get("messages", ())]
-    long = [m for m in messages if isinstance(m.get("content"), str) and len(m["content"]) > 2 * characters]
-    for message in long:
-        message["content"] = message["content"][:characters]
-    return {**task, "messages": messages} if long else None
+    *messages, last = task.get("messages") or [{}]
+    content = last.get("content")
+    if last.get("role") != "user" or not isinstance(content, str) or len(content) <= 2 * characters:
+        return None
+    return {**task, "messages": [*messages, {**last, "content": content[:characters]}]}
 
 
 async def _prompt(

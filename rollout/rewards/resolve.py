@@ -126,8 +126,12 @@ def _with_parameters(name: str) -> ServedReward | CodeReward:
 
 def weights_by_title(text: str) -> dict[str, float] | None:
     """Return the weight of each reward that a sound setting names, by the name of its metric; None: a single
-    reward, which is none.
+    reward, which is none. Of the rewards of sources those that are added up.
     """
+    if len(texts := rewards_of_sources(text).all()) > 1:
+        return {
+            title: weight for each in texts for title, weight in (weights_by_title(each) or {}).items()
+        } or None
     parts = parts_of(text)
     if len(parts) == 1 and parts[0].weight is None:
         return None

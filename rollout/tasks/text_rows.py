@@ -19,6 +19,8 @@ _NO_JSON = {
 }
 """What to do with a line of JSON lines that begins so."""
 _LONGEST_CELL = 2**31 - 1
+_AROUND = 64
+"""So many bytes may stand around a document of one line: a mark of its encoding, and line ends."""
 
 
 def _lines(file: str) -> Iterator[bytes]:
@@ -32,7 +34,8 @@ def _lines(file: str) -> Iterator[bytes]:
 
 def read_json(file: str, _images: str) -> Iterator[TaskRow]:
     first = next((line for line in _lines(file) if line.strip()), b"").removeprefix(_BOM).strip()
-    if first and (document := _document(file, first)) is not None:
+    is_alone = Path(file).stat().st_size <= len(first) + _AROUND
+    if first and (document := _document(file, first, is_alone)) is not None:
         for number, content in enumerate(document, start=1):
             _check_text(content)
             yield TaskRow(file, number, content)
@@ -72,13 +75,13 @@ def _way_out(file: str) -> str:
     return f"; a file of the kind {suffix} is not known: make it .jsonl, .csv, .parquet or .arrow"
 
 
-def _document(file: str, first: bytes) -> list[Any] | None:
-    """Return the rows of a file that is one JSON document: an array, an object around one, or a table. None
-    if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
+def _document(file: str, first: bytes, is_alone: bool) -> list[Any] | None:
+    """Return the rows of a file that is one JSON document: an array, an object around one, or a table, which
+    `is_alone`. None if it is JSON lines, as its `first` line tells, or no JSON. Such a file is read whole.
     """
     try:
         line = json.loads(first)
-        is_line = not isinstance(line, dict) or not (line.keys() & _WRAPPERS or _table(line))
+        is_line = not isinstance(line, dict) or not (line.keys() & _WRAPPERS or (is_alone and _table(line)))
         if is_line and not isinstance(line, list):
             return None
     except ValueError:
@@ -133,6 +136,12 @@ def _table(content: dict[str, Any]) -> list[Any]:
     if isinstance(values[0], dict):
         if all(name.isdecimal() for name in content):
             return values
+        row_names = {tuple(value) for value in values}
+        names = {*row_names.pop()} if len(row_names) == 1 else set[str]()
+        if names & {"prompt", "messages"}:
+            return values
+        if names & {"role", "from", "content"}:
+            return []  # a task of messages
         row_names = {tuple(value) for value in values}
         if len(row_names) > 1 or (len(values) == 1 and not all(map(str.isdecimal, row_names.pop()))):
             return []  # as `messages` that are an object of lists

@@ -91,9 +91,9 @@ def main() -> None:
 
 def right_of(line: Mapping[str, Any]) -> float:
     """Return the fraction of the samples that is right: of several rewards what `exact` says."""
-    if line["eval_reward"] is not None:
-        return line["eval_reward"]
-    return (line["sample_metrics"] or {}).get("exact", line["reward"])
+    if (evaluated := line.get("eval_reward")) is not None:
+        return evaluated
+    return (line.get("sample_metrics") or {}).get("exact", line["reward"])
 
 
 def write_tasks(seed: int, path: Path, kind: str) -> Path:

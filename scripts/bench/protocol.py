@@ -35,7 +35,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.phases import table as main_loop
 from coordinator.phases.crews import open_when_ready
-from coordinator.phases.run_phase import Act, Conclude, run_phase
+from coordinator.phases.run_phase import Act, Beside, Conclude, run_phase
 from coordinator.protocol.phase import Phase
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master, start_worker
@@ -66,11 +66,12 @@ def run_empty_phase(
     iteration: Iteration,
     phase: Phase,
     _act: Act | None = None,
-    then: Conclude | None = None,
-    **_more: Any,
+    conclude: Conclude | None = None,
+    before: Sequence[Beside] = (),  # by name, as run_phase has it: a name that it lacks is an error
+    after: Sequence[Beside] = (),
 ) -> None:
     """Run the phase without its action; its flags, its waits and its payloads are real."""
-    run_phase(node, iteration, phase, partial(_nothing, phase), _conclude if then else None)
+    run_phase(node, iteration, phase, partial(_nothing, phase), _conclude if conclude else None)
 
 
 def _nothing(phase: Phase, _node: Node, _iteration: Iteration) -> Payload:

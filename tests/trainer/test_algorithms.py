@@ -330,15 +330,14 @@ def test_bound_that_cuts_nothing_off_is_refused_with_the_fraction_to_type(name: 
     clip = TrainerSettings(algorithm=name).clip
     assert TrainerSettings(algorithm=name, clip_low=1).clip_low == 1
     if clip in ("ppo", "dual", "cispo", "divergence"):
-        with pytest.raises(
-            ValueError, match=r"trainer\.clip_low=20 .*; give 0\.2 for 20 %, or 1 for no bound"
-        ):
-            TrainerSettings(algorithm=name, clip_low=20)
+        advice = "give 1 for no bound" if clip == "cispo" else "give 0.2 for 20 %, or 1 for no bound"
+        with pytest.raises(ValueError, match=rf"trainer\.clip_low=20 .*; {advice}"):
+            TrainerSettings(algorithm=name, clip_low=20).refuse_clip_bounds()
     else:
         assert TrainerSettings(algorithm=name, clip_low=20).clip_low == 20
     if clip == "divergence":
         with pytest.raises(ValueError, match=r"clip_high=15 .* no probability rises by more than 1"):
-            TrainerSettings(algorithm=name, clip_high=15)
+            TrainerSettings(algorithm=name, clip_high=15).refuse_clip_bounds()
 
 
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:

@@ -184,6 +184,10 @@ def _with(record: EpochRecord | None, overrides: Mapping[str, Any]) -> EpochReco
         return record
     settings = loading.overlay(RunSettings.published(record.settings), overrides).model_dump(mode="json")
     typed = record.given
-    update = {"settings": {**typed.settings, **overrides}} if typed else {}
+    replaced = tuple(f"{name}." for name in overrides)  # of a table that is given whole
+    typed_before = (
+        {key: value for key, value in typed.settings.items() if not key.startswith(replaced)} if typed else {}
+    )
+    update = {"settings": {**typed_before, **overrides}}
     typed = typed and typed.model_copy(update=update)
     return record.model_copy(update={"settings": settings, "given": typed})

@@ -16,6 +16,7 @@ from coordinator.settings import suggestions
 from coordinator.settings.loading import (
     OPTIONS,
     as_list,
+    check_each,
     items,
     known_keys,
     option_name,
@@ -101,7 +102,7 @@ def _refuse_word(word: str, arguments: Sequence[str]) -> None:
         advice = f"a run directory is given as --log-path {word}"
     elif part := part_of_value(word, arguments):
         advice = part
-    elif word.isdecimal():
+    elif word.isdecimal() and (arguments[0] == "local" or "--master" in arguments):
         advice = f"a number of nodes is given as --num-nodes {word}"
     elif word.lower() in PRESETS:
         advice = f"an algorithm is given as trainer.algorithm={word.lower()}"
@@ -187,9 +188,18 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any], values: Ma
     note, value = suggestions.counted(typed, values) if setting else "", values.get(typed)
     if setting and value is not None and (translated := suggestions.value_here(setting, value)):
         note, guess = "", guess.replace("=VALUE", f"={translated}")
-    elif value is not None and not note:
+    elif value is not None and not note and _is_taken(setting, value):
         guess = guess.replace("=VALUE", f"={show(value)}")
     return f"did you mean {guess}?{note}" if guess else ""
+
+
+def _is_taken(setting: str | None, value: Any) -> bool:
+    """Return whether a setting may have this value of another name."""
+    try:
+        check_each({setting or "": value})
+    except SettingsError:
+        return False
+    return True
 
 
 def _params(error: typer.TyperException) -> list[Any]:

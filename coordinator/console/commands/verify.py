@@ -158,6 +158,8 @@ def _as_it_was(result: TrainResult, settings: dict[str, Any]) -> list[str]:
     """
     trained = dict(flatten({"trainer": result.settings.model_dump(mode="json")}))
     started = dict(flatten({"trainer": settings["trainer"]}))
+    if started["trainer.layout"] == "auto":  # then machines choose it
+        del trained["trainer.layout"]
     words = [
         f"{key}={json.dumps(value)}" for key, value in trained.items() if started.get(key, value) != value
     ]

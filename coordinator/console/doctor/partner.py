@@ -63,7 +63,7 @@ class Partner:
                 f"a second process on this directory has not answered for {ANSWER_S:.0f} s"
             ) from None
         except (CallFailed, CallLost) as error:
-            raise PartnerError(f"a second process on this directory ended: {error}") from None
+            raise PartnerError(f"a second process on this directory failed: {error}") from None
         if error_text is not None:
             raise PartnerError(error_text)
         return result

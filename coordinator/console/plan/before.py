@@ -21,8 +21,8 @@ from rollout.settings import TINY
 from rollout.storage.files import is_directory
 from trainer.memory import Shape
 
-NAMES = {"tasks", "eval_tasks", "rollout.reward", "rollout.environment"}
-"""Settings that name something to look at."""
+NAMES = ("tasks", "eval_tasks", "rollout.reward", "rollout.environment")
+"""How settings begin that name something to look at."""
 
 
 def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
     settings = build({**overrides, "model": model})
     if model == TINY:
         raise SettingsError(f"--model {TINY}: it fits everywhere; give a model's directory")
-    if overrides.keys() & NAMES:
+    if any(key.startswith(NAMES) for key in overrides):
         _look_at(settings, overrides)
     with tempfile.TemporaryDirectory(prefix="flagpost-plan-") as temporary:
         directory = base_model_dir(settings, RunDir(Path()), partial(fetch_shapes, Path(temporary)))

@@ -17,6 +17,7 @@ from coordinator.machine.run_command import settings_of
 from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import is_path
+from rollout.rewards.parts import rewards_of_sources
 from rollout.rewards.resolve import RewardSettingError, refuse_unknown
 from rollout.settings import PROGRAMS, SELF
 from rollout.storage.files import exists, is_directory
@@ -260,6 +261,7 @@ def _refuse_code(settings: RunSettings) -> None:
     ]
     sources = [("--tasks", settings.tasks), ("--eval-tasks", settings.eval_tasks or "")]
     sources += [(f"eval.sets.{name}.tasks", eval_set.tasks) for name, eval_set in settings.eval_sets.items()]
+    named = [(option, text) for option, name in named for text in rewards_of_sources(name).all()]
     for option, name in (
         ("--reward", settings.rollout.reward),
         *((f"rollout.rewards.{name}", text) for name, text in settings.rollout.rewards.items()),

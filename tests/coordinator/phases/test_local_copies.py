@@ -122,6 +122,19 @@ def test_every_node_trains_in_the_layout_that_the_master_has_chosen(run_dir: Run
         assert training._layout(node, members) == "auto", "and no file of the model is read"
 
 
+def test_nodes_of_one_machine_share_its_memory(
+    run_dir: RunDir, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, given = node_at(run_dir, local), list[Any]()
+    monkeypatch.setattr(training, "_shapes", lambda _model_dir: {})
+    monkeypatch.setattr(training, "is_whole_on_each_node", lambda *arguments: given.append(arguments[2:]))
+    members: Any = [
+        SimpleNamespace(processes=2, gpu_bytes=8e10, host_bytes=6e11, host=host) for host in ("a", "a", "b")
+    ]
+    assert training._layout(node, members) == "auto"
+    assert given == [([2, 2, 2], [8e10] * 3, [3e11, 3e11, 6e11])]
+
+
 def test_trainers_that_begin_load_a_copy_and_find_the_state_where_it_is(run_dir: RunDir, local: Path) -> None:
     request = ask_to_train(node_at(run_dir, local))
     assert is_copy(request.base_dir, local) and request.model_dir == f"{run_dir.base_model}"

@@ -355,6 +355,20 @@ def test_pipe_with_a_writer_is_read_as_toml_or_yaml(tmp_path: Path, content: byt
     writer.join()
 
 
+def test_stream_without_a_suffix_is_told_of_its_mistakes_in_the_language_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "typed").write_text("rollout: {seed: 3}")
+    with (tmp_path / "typed").open() as opened:  # as `--config /dev/stdin < typed` is given it
+        assert read_file(Path(f"/dev/fd/{opened.fileno()}")) == {"rollout.seed": 3}
+    (tmp_path / "typed").write_text("[rollout]\nseed = three\n")
+    with (
+        (tmp_path / "typed").open() as opened,
+        pytest.raises(SettingsError, match=r"Invalid value \(at line 2"),
+    ):
+        read_file(Path(f"/dev/fd/{opened.fileno()}"))
+
+
 def test_pipe_without_a_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_file, "WRITER_S", 0.1)
     os.mkfifo(tmp_path / "pipe")
@@ -453,7 +467,20 @@ def test_same_options_on_a_worker_contradict_nothing(given: dict[str, Any]) -> N
     assert contradictions(build(given), given) == []
 
 
+def test_bound_of_an_older_run_is_read_and_refused_where_it_is_typed() -> None:
+    settings = build({"trainer.clip_low": 0.3}).model_dump(mode="json")
+    settings["trainer"]["clip_low"] = 10.0
+    published = RunSettings.published(settings)
+    assert published.trainer.clip_low == 10 and overlay(published, {"rollout.seed": 3}).rollout.seed == 3
+    for typed in ({"trainer.clip_low": 10}, {"trainer.clip_high": 0.3}, {"trainer.sources.a.clip": "dual"}):
+        with pytest.raises(SettingsError, match=r"trainer.clip_low=10 with .*or 1 for no bound"):
+            overlay(published, typed)
+    assert overlay(published, {"trainer.clip_low": 1}).trainer.clip_low == 1
+
+
 def test_same_value_written_otherwise_contradicts_nothing() -> None:
+    rewards = {"rollout.rewards.math": ["math=1", "length=-0.1"]}
+    assert contradictions(build(rewards), rewards) == []
     published = build({"cluster.num_nodes": 2, "cluster.rank_weights": [2, 1], "cluster.node_timeout_s": 10})
     typed = {"cluster.num_nodes": "2", "cluster.rank_weights": "2.0,1", "cluster.node_timeout_s": "10"}
     assert contradictions(published, typed) == []

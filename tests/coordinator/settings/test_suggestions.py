@@ -108,6 +108,8 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("strategy", "FSDP2", "trainer.layout=sharded"),
     ):
         assert near_setting(name, KNOWN, {name: value}) == f"did you mean {ours}?"
+    for algorithm, ours in (("dpo", "trainer.pair_beta"), ("grpo", "trainer.kl=k3")):
+        assert ours in near_setting("beta", KNOWN, {"beta": 0.1, "trainer.algorithm": algorithm})
     assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
@@ -122,6 +124,7 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("trainer.experiment_name", "--log-path DIR"),
         ("critic.optim.lr", "there is no critic"),
         ("easy_threshold", "rollout.task_sampling=curriculum"),
+        ("loss.kl_tau", "trainer.engine_correction corrects"),
         ("ld_alpha", "the loss of a pair is DPO's"),
         ("load_in_8bit", "trainer.lora.base_dtype=nf4"),
         ("loss.token_mask_high", "trainer.engine_correction=masked"),

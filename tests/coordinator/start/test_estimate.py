@@ -90,6 +90,8 @@ def test_each_of_several_nodes_may_hold_a_whole_model() -> None:
     assert text("hybrid", 8, 44 * GB).endswith("too little; it fits with trainer.layout=sharded")
     assert text("auto", 2, 80 * GB) == text("hybrid", 2, 80 * GB) != text("sharded", 2, 80 * GB)
     assert text("auto", 8, 44 * GB) == text("sharded", 8, 44 * GB), "two GPUs have no room for all"
+    small = memory_text(TENSORS, TrainerSettings(), 16, 80 * GB, 2, 96 * GB)
+    assert small == text("sharded", 2, 80 * GB), "no room for its state in the engine's turn"
 
 
 @pytest.mark.parametrize(

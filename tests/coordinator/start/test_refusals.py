@@ -692,3 +692,13 @@ def test_start_warns_of_a_judge_that_would_score_nothing(
         f"--reward {judges[0]}: the judge reads 8 tokens, and a sample alone may have rollout.max_tokens=8",
         f"eval.sets.a.reward={judges[1]}: there is no model 'bug', but big",
     ]
+    caplog.clear()
+    of_source = {"rollout.rewards.math": f"numeric=1 + {judges[1]}=0.5", "rollout.reward": "exact=1"}
+    refusals_of_models.warn_of_reward_servers(
+        loading.build({**of_source, "eval.sets.a.tasks": "builtin:products"})
+    )
+    warned = [record.getMessage() for record in caplog.records if record.name == refusals_of_models.__name__]
+    assert [line.partition(": ")[0].partition("=")[0] for line in warned] == [
+        "rollout.rewards.math",
+        "eval.sets.a.reward",
+    ], "a set without a reward of its own has those of all sources"

@@ -129,6 +129,17 @@ def test_task_that_something_has_no_room_for_is_an_error_that_names_the_task(
         try_tasks(tasks, environment, directory, Sampling(), reader, {"y=2": 900, "x=1": tokens - 1})
 
 
+def test_reasoning_that_a_template_leaves_out_counts_for_nothing(tmp_path: Path) -> None:
+    directory = model_of(tmp_path / "model")
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    thought = {"role": "assistant", "content": f"<think>{LONG * 50}</think>Four."}
+    asked = {"role": "user", "content": "And now?"}
+    path = write_lines(tmp_path / "tasks.jsonl", {"messages": [asked, thought, asked]})
+    tasks = load_tasks(str(path), seed=0, split="train")
+    assert not longer_prompts(tasks, "single_turn", directory, Sampling(), LocalTokenizer(directory), 60)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_of_a_text_far_beyond_the_room_a_beginning_is_tokenised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: bool

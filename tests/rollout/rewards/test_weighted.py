@@ -146,6 +146,12 @@ def test_rewards_of_sources_are_checked_and_refused_by_the_name_of_the_source() 
         resolve_reward(wrong.scoring)
     with pytest.raises(ValueError, match=r"rollout.rewards.a: b: a source has no ': '"):
         RolloutSettings.model_validate({"rewards": {"a: b": "math"}})
+    with pytest.raises(
+        ValueError, match=r"rollout.ratio_field=a=b with rollout.rewards.math: a field has no =,"
+    ):
+        RolloutSettings.model_validate({"rewards": {"math": "math"}, "ratio_field": "a=b"})
+    assert weights_by_title(BOTH.scoring) == {"numeric": 1.0, "regex": 0.5}
+    assert weights_by_title("exact | source=math: numeric") is None
 
 
 def test_rewards_of_sources_wait_and_close_as_their_own_do(own: str) -> None:

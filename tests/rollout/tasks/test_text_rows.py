@@ -17,6 +17,7 @@ DOCUMENTS = {
     "columns": {"prompt": ["a", "c"], "answer": ["b", "d"]},
     "columns of pandas": {"prompt": {"0": "a", "1": "c"}, "answer": {"0": "b", "1": "d"}},
     "rows of pandas": {"0": {"prompt": "a", "answer": "b"}, "1": {"prompt": "c", "answer": "d"}},
+    "rows of pandas by name": {"r1": {"prompt": "a", "answer": "b"}, "r2": {"prompt": "c", "answer": "d"}},
     "split by pandas": {"columns": ["prompt", "answer"], "index": [0, 1], "data": [["a", "b"], ["c", "d"]]},
 }
 
@@ -38,6 +39,14 @@ def test_bad_csv_is_an_error_in_one_line(tmp_path: Path, content: bytes, reason:
     with pytest.raises(TaskError) as raised:
         load(tmp_path / "tasks.csv")
     assert str(raised.value).startswith(f"{tmp_path}/tasks.csv{reason}") and "\n" not in str(raised.value)
+
+
+def test_task_whose_fields_are_messages_is_no_table(tmp_path: Path) -> None:
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    row = {name: {"role": role, "content": name} for name, role in roles.items()}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row))
+    (task,) = load(tmp_path / "tasks.jsonl").tasks
+    assert "user" not in task.values() and "assistant" not in task.values()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

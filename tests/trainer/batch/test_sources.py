@@ -128,6 +128,8 @@ def test_source_with_a_preset_takes_its_values_and_not_those_of_all() -> None:
     a, b, other = map(settings.of_source, ("a", "b", "c"))
     assert (a.ratio, a.clip_low, a.clip_high, a.kl) == ("sequence", 0.1, 4e-4, "off")
     assert (b.clip, b.kl, b.aggregation, b.advantage) == ("cispo", "k3", "sequence", "standardised")
+    in_loss = TrainerSettings.model_validate({"algorithm": "rloo", "sources": {"a": {"kl": "k1"}}})
+    assert in_loss.kl_in == "reward" and in_loss.of_source("a").kl_in == "loss"
     assert other == TrainerSettings(algorithm="grpo") and settings.reference == "base"
     assert not TrainerSettings.model_validate({"sources": sources}).needs_reference
 

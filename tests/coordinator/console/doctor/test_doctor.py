@@ -84,7 +84,7 @@ def test_partner_fails_in_words_and_goes_on(tmp_path: Path) -> None:
         assert partner.ask("create", path=str(tmp_path / "a")) is False
 
 
-def test_partner_that_is_gone_is_told() -> None:
+def test_partner_that_is_gone_is_told(tmp_path: Path) -> None:
     with Partner() as partner:
         partner.ask("remove", path="/nowhere/a")  # so it has begun to be the program it will be
         children = psutil.Process().children()
@@ -92,9 +92,12 @@ def test_partner_that_is_gone_is_told() -> None:
         child = next(
             each for each in alive if "coordinator.console.doctor.partner:make_partner" in each.cmdline()
         )
+        partner.tell("replace", path=str(tmp_path / "a"), seconds=600)
+        while not (tmp_path / "a").exists():
+            time.sleep(0.01)
         child.kill()
-        with pytest.raises(PartnerError, match="ended: its process was killed"):
-            partner.ask("remove", path="/nowhere/a")
+        with pytest.raises(PartnerError, match="failed: its process was killed"):
+            partner.answer()
 
 
 # ---- the command

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.console.server import submission
 from coordinator.console.server.client import ServerError
+from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.server.served import Served, serving
 from tests.coordinator.examples import tree
@@ -181,6 +182,13 @@ def test_reward_of_a_source_is_no_code_of_the_clients_either(served: Served) -> 
     assert status == 400 and error.startswith(
         "rollout.rewards.math own:score runs code or asks another server"
     )
+
+
+def test_set_with_the_rewards_of_sources_runs_no_code() -> None:
+    given = {"rollout.rewards.math": "numeric", "eval.sets.a.tasks": "builtin:arithmetic"}
+    submission._refuse_code(build(given))
+    with pytest.raises(SettingsError, match=r"^eval.sets.a.reward own:score runs code"):
+        submission._refuse_code(build({**given, "eval.sets.a.reward": "own:score"}))
 
 
 def test_reward_that_is_not_there_is_refused_wherever_the_job_would_run(served: Served) -> None:

@@ -13,7 +13,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import thread as executor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,7 +20,9 @@ from typing import Any
 
 from coordinator import cli, main
 from coordinator.console.commands import crews_here
+from coordinator.machine import run_command
 
+ASK_RUN = run_command.ask_run
 IMPORTED = (cli, main, crews_here)
 """What a node imports first, so that its fork need not."""
 
@@ -42,7 +43,11 @@ def run_forked(
 def ask_forked(
     words: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """In place of `run_command.ask_run`."""
+    """In place of `run_command.ask_run`; not in other threads than the main one, whose forks may inherit
+    locks that nobody will let go of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ASK_RUN(words, cwd, environment)
     return run_forked(words, cwd or Path.cwd(), environment or os.environ)
 
 
@@ -71,7 +76,6 @@ def _become(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> 
         faulthandler.disable()
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # by which subprocess knows that the program is there
         atexit._clear()
-        executor._threads_queues.clear()  # pyright: ignore[reportAttributeAccessIssue]
         for number in signal.valid_signals() - {signal.SIGINT}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

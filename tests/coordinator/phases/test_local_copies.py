@@ -117,7 +117,9 @@ def test_every_node_trains_in_the_layout_that_the_master_has_chosen(run_dir: Run
     node = node_at(run_dir, local, holds=True)
     assert node.settings.trainer.layout == "auto" and ask_to_train(node).settings.layout == "hybrid"
     node.policies.policy_of(0).directory.joinpath("model.safetensors").unlink()
-    alone, unknown = (SimpleNamespace(processes=2, gpu_bytes=size, host_bytes=1e15) for size in (8e10, None))
+    alone, unknown = list[Any](
+        SimpleNamespace(processes=2, gpu_bytes=size, host_bytes=1e15) for size in (8e10, None)
+    )
     for members in ([alone], [alone, unknown]):
         assert training._layout(node, members) == "auto", "and no file of the model is read"
 

@@ -28,6 +28,9 @@ The fraction in iterations 1, 3, 4, 6 and 10, with iterations=10, means of seeds
       trainer.routing_replay=true                        .40 .65 .81 .90 .93    the same
     trainer.algorithm=grpo trainer.kl=off, two rewards   .41 .65 .81 .92 .96    exact=0.5 + numeric=0.5
       trainer.algorithm=gdpo                             .41 .63 .78 .92 .96
+    --tasks mixture                                      .41 .66 .84 .94 .96
+      trainer.sources.large.weight=2                     .41 .67 .83 .95 .96
+      trainer.sources.large.algorithm=gspo               .41 .64 .80 .92 .96
     --tasks labels trainer.algorithm=kto                 .00 .39 .91 1.0 .90    greedy, of its evaluation
       trainer.algorithm=rft rollout.environment=labelled .00 .36 .89 1.0 1.0
 

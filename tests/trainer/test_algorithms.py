@@ -11,7 +11,7 @@ from rollout.trajectory import Group, Sample
 from trainer.algorithms import PRESETS
 from trainer.batch.selection import SelectedSample, batch_advantages, lessons
 from trainer.settings import TrainerSettings
-from trainer.update.loss import Totals, policy_loss
+from trainer.update.loss import Totals, TrainedTokens, policy_loss
 
 MAX_TOKENS = 5
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 2.0], [1.0, 1.0]]
@@ -304,16 +304,15 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: str) -> None:
     lengths = torch.tensor([len(row[0]) for row in rows])
     settings = TrainerSettings(algorithm=name)
     logprobs = flat[0].requires_grad_()
-    loss, _ = policy_loss(
+    given = TrainedTokens(
         logprobs,
         flat[1],
         flat[2],
         flat[3] if settings.kl != "off" else None,
         torch.tensor([row[4] for row in rows], dtype=torch.float64).repeat_interleave(lengths),
         torch.arange(len(rows)).repeat_interleave(lengths),
-        Totals(tokens(rows), len(rows), MAX_TOKENS),
-        settings,
     )
+    loss, _ = policy_loss(given, Totals(tokens(rows), len(rows), MAX_TOKENS), settings)
     loss.backward()
     assert loss.item() == pytest.approx(LOSSES[name](rows, rows), rel=1e-9)
     assert logprobs.grad is not None

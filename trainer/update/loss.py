@@ -45,54 +45,64 @@ class Totals(NamedTuple):
     """Tokens that count beside `tokens`: of sequences without a gradient."""
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    engine_logprobs: Tensor,
-    reference_logprobs: Tensor | None,
-    advantages: Tensor,
-    sequences: Tensor,
-    totals: Totals,
-    settings: TrainerSettings,
-    entropies: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+class TrainedTokens(NamedTuple):
+    """The trained tokens of a microbatch: all (N,), N = 0 included. Logprobs are natural logarithms at the
+    sampling temperature.
+    """
+
+    logprobs: Tensor
+    """What the policy being trained gives them, with its gradient."""
+    old_logprobs: Tensor
+    """What the same policy gave them before the batch's first update, for which `logprobs` will do:
+    no gradient flows through these."""
+    engine_logprobs: Tensor
+    """What the engine that sampled gave them; NaN where none has (a demonstration): nothing is corrected."""
+    reference_logprobs: Tensor | None
+    """What the reference model gives them."""
+    advantages: Tensor
+    sequences: Tensor
+    """int64: numbers the microbatch's sequences from 0, all trained tokens of each being in it."""
+    entropies: Tensor | None = None
+    """The entropy of the policy being trained at each token, with its gradient; an entropy bonus needs it."""
+
+    def at(self, places: Tensor) -> "TrainedTokens":
+        """Return the tokens at some places, (M,) int64, which hold all or none of a sequence."""
+        chosen = [None if values is None else values[places] for values in self]
+        return TrainedTokens(*chosen)._replace(  # pyright: ignore[reportArgumentType]
+            sequences=self.sequences[places].unique(return_inverse=True)[1]
+        )
+
+
+def policy_loss(tokens: TrainedTokens, totals: Totals, settings: TrainerSettings) -> tuple[Tensor, Tensor]:
     """Return the loss of one microbatch, a scalar to minimise, and (1 + len(STATS), N), detached: each
     token's term of it, without divisor and entropy bonus, and what trainer.statistics.STATS are means of.
 
-    All tensors are (N,) over the microbatch's trained tokens, N = 0 included (the loss is then 0, and its
-    gradient empty): `logprobs` of the policy being trained, `old_logprobs` of the same policy before the
-    batch's first update (no gradient flows through them, so `logprobs` itself will do for the first),
-    `engine_logprobs` of the engine that sampled, `reference_logprobs` of the reference model, natural
-    logarithms at the sampling temperature; an engine's logprob of NaN says that no engine has sampled the
-    token (a demonstration): nothing is corrected there. `advantages` of each token; `sequences` (int64)
-    numbers the microbatch's sequences from 0, all trained tokens of each being in it. `entropies`, of the
-    policy being trained at each token, with their gradient: an entropy bonus needs them.
-
     The loss is a sum divided by the normaliser of the whole optimizer step: added up over microbatches and
-    ranks it is the step's. Raises ValueError if `settings.kl` needs a reference that is not given, or
-    the entropies are missing.
+    ranks it is the step's. Without tokens it is 0, and its gradient empty. Raises ValueError if
+    `settings.kl` needs a reference that is not given, or the entropies are missing.
     """
-    old_logprobs = old_logprobs.detach()
-    ratio = _ratio(logprobs, old_logprobs, sequences, settings)
-    objective, cut_off = _objective(ratio, logprobs, engine_logprobs, advantages, sequences, settings)
-    log_mismatch = torch.where(engine_logprobs.isnan(), 0.0, old_logprobs - engine_logprobs)
-    weight = _correction(log_mismatch, sequences, settings)
+    tokens = tokens._replace(old_logprobs=tokens.old_logprobs.detach())
+    objective, cut_off = _objective(_ratio(tokens, settings), tokens, settings)
+    mismatch = tokens.old_logprobs - tokens.engine_logprobs
+    log_mismatch = torch.where(tokens.engine_logprobs.isnan(), 0.0, mismatch)
+    weight = _correction(log_mismatch, tokens.sequences, settings)
     terms = -weight * objective
+    to_reference = None if tokens.reference_logprobs is None else tokens.logprobs - tokens.reference_logprobs
     if settings.kl != "off":
-        if reference_logprobs is None:
+        if to_reference is None:
             raise ValueError(f"trainer.kl={settings.kl} needs the logprobs of a reference model")
         if settings.kl_in == "loss":
-            terms = terms + settings.kl_coefficient * _kl(logprobs - reference_logprobs, settings.kl)
-    loss = (terms / _divisor(sequences, totals, settings)).sum()
+            terms = terms + settings.kl_coefficient * _kl(to_reference, settings.kl)
+    loss = (terms / _divisor(tokens.sequences, totals, settings)).sum()
     if settings.entropy_bonus:
-        if entropies is None:
+        if tokens.entropies is None:
             raise ValueError(f"trainer.entropy_bonus={settings.entropy_bonus:g} needs the policy's entropies")
         # A mean over tokens whatever the aggregation, as in TRL: its weight means the same with all of them.
-        loss = loss - settings.entropy_bonus * entropies.sum() / totals.tokens
+        loss = loss - settings.entropy_bonus * tokens.entropies.sum() / totals.tokens
     with torch.no_grad():
         stats = [_k3(-log_mismatch), cut_off.to(terms.dtype), torch.zeros_like(terms)]
-        if reference_logprobs is not None:
-            stats[2] = _k3(logprobs - reference_logprobs)
+        if to_reference is not None:
+            stats[2] = _k3(to_reference)
         is_corrected = settings.engine_correction != "off"
         stats.append((weight != (torch.exp(log_mismatch) if is_corrected else 1)).to(terms.dtype))
         uncut = torch.exp(log_mismatch.clamp(max=_STATISTIC_MAX))
@@ -103,45 +113,19 @@ def policy_loss(
 def loss_of_sources(
     kinds: NDArray[np.int64],
     settings_of_kinds: Sequence[TrainerSettings],
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    engine_logprobs: Tensor,
-    reference_logprobs: Tensor | None,
-    advantages: Tensor,
-    sequences: Tensor,
+    tokens: TrainedTokens,
     totals: Totals,
-    entropies: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as policy_loss where sources of tasks have losses of their own: `kinds` (N,), the same
     for all tokens of a sequence, numbers the settings of each token. What a loss divides by counts all
     tokens and sequences of the step, so each source weighs as much as it would in a single loss.
     """
     if len(settings_of_kinds) == 1:
-        return policy_loss(
-            logprobs,
-            old_logprobs,
-            engine_logprobs,
-            reference_logprobs,
-            advantages,
-            sequences,
-            totals,
-            settings_of_kinds[0],
-            entropies,
-        )
+        return policy_loss(tokens, totals, settings_of_kinds[0])
     losses, places, terms = list[Tensor](), list[Tensor](), list[Tensor]()
     for kind, settings in enumerate(settings_of_kinds):
-        at = torch.from_numpy(np.flatnonzero(kinds == kind)).to(logprobs.device)
-        loss, of_tokens = policy_loss(
-            logprobs[at],
-            old_logprobs[at],
-            engine_logprobs[at],
-            None if reference_logprobs is None else reference_logprobs[at],
-            advantages[at],
-            sequences[at].unique(return_inverse=True)[1],
-            totals,
-            settings,
-            None if entropies is None else entropies[at],
-        )
+        at = torch.from_numpy(np.flatnonzero(kinds == kind)).to(tokens.logprobs.device)
+        loss, of_tokens = policy_loss(tokens.at(at), totals, settings)
         losses.append(loss)
         places.append(at)
         terms.append(of_tokens)
@@ -174,27 +158,21 @@ def adapted_bonus(bonus: float, entropy: float, target: float, by: float) -> flo
     return min(max(bonus + (by if entropy <= target else -by), 0.0), 1.0)
 
 
-def _ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor, settings: TrainerSettings) -> Tensor:
+def _ratio(tokens: TrainedTokens, settings: TrainerSettings) -> Tensor:
     """(N,) pi_theta / pi_old of each token, or of its sequence.
 
     The sequence's is the geometric mean of its tokens' (GSPO, arXiv 2507.18071), in the form of GSPO-token:
     the value is the sequence's, the gradient goes through the token alone. Where the tokens of a sequence
     have one advantage, the gradient of their mean is the same.
     """
-    log_ratio = logprobs - old_logprobs
+    log_ratio = tokens.logprobs - tokens.old_logprobs
     if settings.ratio == "sequence":
-        log_ratio = _means(log_ratio.detach(), sequences)[sequences] + logprobs - logprobs.detach()
+        mean = _means(log_ratio.detach(), tokens.sequences)[tokens.sequences]
+        log_ratio = mean + tokens.logprobs - tokens.logprobs.detach()
     return torch.exp(log_ratio)
 
 
-def _objective(
-    ratio: Tensor,
-    logprobs: Tensor,
-    engine_logprobs: Tensor,
-    advantages: Tensor,
-    sequences: Tensor,
-    settings: TrainerSettings,
-) -> tuple[Tensor, Tensor]:
+def _objective(ratio: Tensor, tokens: TrainedTokens, settings: TrainerSettings) -> tuple[Tensor, Tensor]:
     """(N,) what is to be maximised, and (N,) bool, where the clip has cut off or weakened its gradient.
 
     none: rho A. ppo: min(rho A, clip(rho) A). dual: as ppo, but at least c A where A < 0 (arXiv 1912.09729).
@@ -206,6 +184,7 @@ def _objective(
     probability that has moved, is outside of [-clip_low, clip_high] (binary total variation: DPPO, arXiv
     2602.04879). likelihood: A log pi; with A = 1 the loss is the negative log-likelihood, whatever the ratio.
     """
+    logprobs, advantages = tokens.logprobs, tokens.advantages
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     match settings.clip:
         case "likelihood":
@@ -228,10 +207,10 @@ def _objective(
             limited = torch.where(
                 advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
             )
-            mean = _means(limited.detach(), sequences)[sequences]
+            mean = _means(limited.detach(), tokens.sequences)[tokens.sequences]
             return torch.exp(mean + limited - limited.detach()) * advantages, limited != log_ratio
         case "divergence":
-            change = logprobs.detach().exp() - engine_logprobs.exp()
+            change = logprobs.detach().exp() - tokens.engine_logprobs.exp()
             is_far = torch.where(advantages > 0, change > settings.clip_high, change < -settings.clip_low)
             is_far &= advantages != 0
             return torch.where(is_far, 0.0, ratio * advantages), is_far

@@ -23,7 +23,14 @@ from trainer.progress import Progress
 from trainer.settings import TrainerSettings
 from trainer.statistics import BY_SOURCE, STATS
 from trainer.update.kl_reward import with_kl_in_reward
-from trainer.update.loss import Totals, adapted_bonus, kinds_of_loss, kl_estimate, loss_of_sources
+from trainer.update.loss import (
+    Totals,
+    TrainedTokens,
+    adapted_bonus,
+    kinds_of_loss,
+    kl_estimate,
+    loss_of_sources,
+)
 from trainer.update.preferences import with_label_weights, with_pair_weights, with_shifted_answers
 from trainer.update.step_stats import StepStats, step_line
 
@@ -289,18 +296,16 @@ def _accumulate(
     logprobs, entropies = learner.logprobs(microbatch, settings_of_kinds[0].entropy_bonus > 0)
     old_logprobs = logprobs.detach() if before.old is None else before.old
     engine_logprobs = torch.from_numpy(microbatch.engine_logprobs).to(learner.device)
-    loss, of_tokens = loss_of_sources(
-        kinds,
-        settings_of_kinds,
+    tokens = TrainedTokens(
         logprobs,
         old_logprobs,
         engine_logprobs,
         reference,
         torch.from_numpy(microbatch.advantages).to(learner.device),
         torch.from_numpy(microbatch.sequences).to(learner.device),
-        totals,
         entropies,
     )
+    loss, of_tokens = loss_of_sources(kinds, settings_of_kinds, tokens, totals)
     loss.backward()
     entropies = entropies.detach()
     statistics = torch.cat([of_tokens[1:], entropies[None]]).sum(1) / totals.tokens

@@ -12,7 +12,7 @@ from rollout.trajectory import Group
 from trainer.batch.batch import Batch, DamagedBatch
 from trainer.batch.building import ReplayedGroups, build_batch
 from trainer.settings import TrainerSettings
-from trainer.update.loss import Totals, loss_of_sources, policy_loss
+from trainer.update.loss import Totals, TrainedTokens, loss_of_sources, policy_loss
 
 ABOUT: dict[str, Any] = {"manifest_sha256": "m", "policy": "p", "temperature": 1.0, "seed": 3}
 SOURCES = {0: "math", 1: "code", 2: "math", 3: "code", 4: "other"}
@@ -98,7 +98,9 @@ def test_weight_of_an_advantage_is_that_of_the_loss(clip: str) -> None:
     settings, sequences = TrainerSettings.model_validate({"clip": clip}), torch.arange(12) // 3
     totals = Totals(tokens=12, sequences=4, max_tokens=8)
     once, thrice = (
-        policy_loss(new, old, engine, None, weight * advantages, sequences, totals, settings)[0]
+        policy_loss(TrainedTokens(new, old, engine, None, weight * advantages, sequences), totals, settings)[
+            0
+        ]
         for weight in (1.0, 3.0)
     )
     assert thrice == pytest.approx(3 * once)
@@ -155,11 +157,12 @@ def test_losses_of_sources_add_up_to_what_each_gives_the_tokens_of_its_own(
     sequences, totals = torch.arange(12) // 3, Totals(tokens=15, sequences=5, max_tokens=8)
     kinds, new = np.array([0, 1, 1, 0]).repeat(3), new.requires_grad_()
     each = [TrainerSettings(**settings) for settings in (math, code)]
-    loss, terms = loss_of_sources(kinds, each, new, old, engine, None, advantages, sequences, totals)
+    tokens = TrainedTokens(new, old, engine, None, advantages, sequences)
+    loss, terms = loss_of_sources(kinds, each, tokens, totals)
     (gradient,) = torch.autograd.grad(loss, new)
     of_kinds = torch.from_numpy(kinds)
     alone = [  # a token without an advantage adds nothing
-        policy_loss(new, old, engine, None, advantages * (of_kinds == kind), sequences, totals, settings)
+        policy_loss(tokens._replace(advantages=advantages * (of_kinds == kind)), totals, settings)
         for kind, settings in enumerate(each)
     ]
     assert loss.item() == pytest.approx(sum(part.item() for part, _ in alone), rel=1e-12)
@@ -168,9 +171,8 @@ def test_losses_of_sources_add_up_to_what_each_gives_the_tokens_of_its_own(
     for kind, (_, of_tokens) in enumerate(alone):
         torch.testing.assert_close(terms[:, of_kinds == kind], of_tokens[:, of_kinds == kind])
     held = TrainerSettings.model_validate({**math, "kl": "k2", "kl_coefficient": 0.5})
-    with_kl, _ = loss_of_sources(
-        kinds, [held, each[1]], new, old, engine, base, advantages, sequences, totals
-    )
+    compared = tokens._replace(reference_logprobs=base)
+    with_kl, _ = loss_of_sources(kinds, [held, each[1]], compared, totals)
     of_math = 0.25 * (new - base).square()[of_kinds == 0]  # divided as the aggregation has it
     divisor = {"token": 15, "sequence": 3 * 5, "constant": 5 * 8}[held.aggregation]
     assert (with_kl - loss).item() == pytest.approx(of_math.sum().item() / divisor)
@@ -182,9 +184,8 @@ def test_microbatch_may_lack_a_source_or_every_token() -> None:
     for count in (0, 6):
         new = torch.full((count,), -2.0, requires_grad=True)
         kinds, sequences = np.ones(count, np.int64), torch.arange(count) // 3
-        loss, terms = loss_of_sources(
-            kinds, each, new, new.detach(), new.detach(), None, torch.ones(count), sequences, totals
-        )
+        tokens = TrainedTokens(new, new.detach(), new.detach(), None, torch.ones(count), sequences)
+        loss, terms = loss_of_sources(kinds, each, tokens, totals)
         loss.backward()
         assert terms.shape[1] == count and new.grad is not None and new.grad.shape == (count,)
 

@@ -19,7 +19,7 @@ from trainer.batch.packing import Bundle, Microbatch, fill
 from trainer.model.learner import ALONE, Learner, build_learner
 from trainer.settings import TrainerSettings
 from trainer.update.kl_reward import with_kl_in_reward
-from trainer.update.loss import Totals, kl_estimate, policy_loss
+from trainer.update.loss import Totals, TrainedTokens, kl_estimate, policy_loss
 from trainer.update.step import train
 
 CPU = torch.device("cpu")
@@ -77,7 +77,9 @@ def gradients(kl_in: str) -> tuple[Tensor, Tensor]:
             ((changed,),) = with_kl_in_reward(batch, [[microbatch]], [[kl]], settings, ALONE)
             advantages = advantages + torch.from_numpy(changed.advantages)
         places, totals = torch.zeros(TOKENS, dtype=torch.int64), Totals(TOKENS, 1, 1)
-        of_answer, _ = policy_loss(own, own, own.detach(), base, advantages, places, totals, settings)
+        of_answer, _ = policy_loss(
+            TrainedTokens(own, own, own.detach(), base, advantages, places), totals, settings
+        )
         loss = loss + probability.detach() * of_answer
         objective = objective + probability * (reward(answer) - BETA * (own - base).sum())
     return tuple(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.settings import TrainerSettings
 from trainer.statistics import STATS
-from trainer.update.loss import Totals, adapted_bonus, policy_loss
+from trainer.update.loss import Totals, TrainedTokens, adapted_bonus, policy_loss
 
 SETTINGS = TrainerSettings(clip_low=0.2, clip_high=0.28, engine_correction_cap=2.0)
 #             inside, above+, below+, above-, below-, cap
@@ -37,16 +37,15 @@ def compute(
     lists = {"new": NEW, "old": OLD, "engine": ENGINE, "reference": REFERENCE, "advantages": ADVANTAGES}
     tensors: dict[str, Tensor] = {k: torch.tensor(changed.get(k, v), dtype=dtype) for k, v in lists.items()}
     logprobs = tensors["new"].requires_grad_()
-    loss, of_tokens = policy_loss(
+    tokens = TrainedTokens(
         logprobs,
         tensors["old"],
         tensors["engine"],
         tensors["reference"] if settings.kl != "off" else None,
         tensors["advantages"],
         torch.tensor(changed.get("sequences", SEQUENCES), dtype=torch.int64),
-        TOTALS,
-        settings,
     )
+    loss, of_tokens = policy_loss(tokens, TOTALS, settings)
     assert not of_tokens.requires_grad and of_tokens.shape == (1 + len(STATS), len(logprobs))
     if settings.aggregation == "token":
         assert of_tokens[0].sum().item() / TOTALS.tokens == pytest.approx(loss.item(), rel=1e-6)
@@ -78,7 +77,8 @@ def test_loss_and_statistics_match_the_formulas(dtype: torch.dtype, tolerance: f
 def test_known_loss_of_a_single_token() -> None:
     token = torch.tensor([-1.0]).double()
     one = torch.zeros(1, dtype=torch.int64)
-    loss, _ = policy_loss(token, token, token, None, 0.5 * torch.ones(1), one, Totals(1, 1, 1), SETTINGS)
+    tokens = TrainedTokens(token, token, token, None, 0.5 * torch.ones(1), one)
+    loss, _ = policy_loss(tokens, Totals(1, 1, 1), SETTINGS)
     assert loss.item() == -0.5
 
 
@@ -112,9 +112,8 @@ def test_first_update_is_the_policy_gradient_though_old_is_the_policy_itself() -
     mismatch = torch.tensor([0.1, 3.0], dtype=torch.float64)
     engine = logprobs.detach() - mismatch
     sequences = torch.tensor([0, 1])
-    loss, of_tokens = policy_loss(
-        logprobs, logprobs, engine, None, advantages, sequences, Totals(2, 2, 9), SETTINGS
-    )
+    tokens = TrainedTokens(logprobs, logprobs, engine, None, advantages, sequences)
+    loss, of_tokens = policy_loss(tokens, Totals(2, 2, 9), SETTINGS)
     loss.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -mismatch.exp().clamp(max=2) * advantages / 2)
@@ -232,18 +231,20 @@ def test_kl_has_the_value_of_its_estimator_and_a_gradient_towards_the_reference(
 
 
 def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation() -> None:
-    tokens = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     for aggregation in ("token", "constant"):
         settings = TrainerSettings.model_validate({"aggregation": aggregation, "entropy_bonus": 0.25})
         plain = settings.model_copy(update={"entropy_bonus": 0.0})
         entropies = torch.tensor([0.5, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
-        batch = (tokens, tokens, tokens, None, -tokens, torch.tensor([0, 0, 1]), Totals(4, 3, 8))
-        loss, without = policy_loss(*batch, settings, entropies)[0], policy_loss(*batch, plain)[0]
+        tokens = TrainedTokens(logprobs, logprobs, logprobs, None, -logprobs, torch.tensor([0, 0, 1]))
+        totals = Totals(4, 3, 8)
+        loss, _ = policy_loss(tokens._replace(entropies=entropies), totals, settings)
+        without, _ = policy_loss(tokens, totals, plain)
         assert loss.item() == pytest.approx(without.item() - 0.25 * 4.0 / 4)
         loss.backward()
         assert entropies.grad is not None and entropies.grad.tolist() == [-0.25 / 4] * 3
         with pytest.raises(ValueError, match=r"entropy_bonus=0.25 needs the policy's entropies"):
-            policy_loss(*batch, settings)
+            policy_loss(tokens, totals, settings)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,8 @@ def test_kl_without_a_reference_is_an_error() -> None:
     token = torch.tensor([-1.0])
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="kl=k3 needs the logprobs of a reference"):
-        policy_loss(token, token, token, None, token, one, Totals(1, 1, 1), TrainerSettings(kl="k3"))
+        tokens = TrainedTokens(token, token, token, None, token, one)
+        policy_loss(tokens, Totals(1, 1, 1), TrainerSettings(kl="k3"))
 
 
 def test_absurd_token_leaves_the_statistics_finite() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.trajectory import Group, Sample
 from trainer.batch.selection import batch_advantages, lessons
 from trainer.settings import TrainerSettings
-from trainer.update.loss import Totals, policy_loss
+from trainer.update.loss import Totals, TrainedTokens, policy_loss
 
 ANSWERS = ("a", "bc", "bd")
 GROUP = 3
@@ -86,16 +86,15 @@ def expected_gradient(preset: str, now: tuple[float, float]) -> Tensor:
             continue
         texts = [one.sample.text for one in trained]
         before = torch.cat([logprobs(old, text) for text in texts])
-        loss, _ = policy_loss(
+        tokens = TrainedTokens(
             torch.cat([logprobs(theta, text) for text in texts]),
             before,
             before,
             None,
             torch.tensor(np.repeat(advantages, [len(text) for text in texts])),
             torch.tensor(np.repeat(range(len(texts)), [len(text) for text in texts])),
-            Totals(len(before), len(trained), max_tokens=2),
-            settings,
         )
+        loss, _ = policy_loss(tokens, Totals(len(before), len(trained), max_tokens=2), settings)
         mean = mean + likely * loss
     (gradient,) = torch.autograd.grad(mean, theta)
     return gradient

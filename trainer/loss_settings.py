@@ -2,12 +2,11 @@
 
 import difflib
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollout.settings_tree import Mark, Settings, nested
+from rollout.settings_tree import Mark, Settings
 from trainer.algorithms import PRESETS
 from trainer.source_settings import (
     Advantage,
@@ -19,6 +18,7 @@ from trainer.source_settings import (
     Overlong,
     Ratio,
     SourceSettings,
+    by_source,
 )
 
 _CRITICS = (
@@ -115,9 +115,7 @@ class LossSettings(Settings):
     """The length of `overlong`, a fraction of rollout.max_tokens."""
     reward_threshold: Annotated[float | None, Mark.SHAPES_BATCH] = None
     """Train only on samples with this reward or more; null: on all."""
-    sources: Annotated[dict[str, SourceSettings], BeforeValidator(partial(nested, "trainer.sources"))] = (
-        Field(default={})
-    )
+    sources: Annotated[dict[str, SourceSettings], BeforeValidator(by_source)] = Field(default={})
     """What differs for tasks of a source: see `trainer.sources.NAME`."""
     max_off_policy_steps: Annotated[Annotated[int, Field(ge=0)] | None, Mark.SHAPES_BATCH] = None
     """Do not train on tokens of a policy that is more trainings old than this; null: on all."""

@@ -1,6 +1,7 @@
 """Settings of the samples of a source of tasks, where they differ. Importing this never imports torch."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -30,6 +31,31 @@ OF_LOSS = (
     *("engine_correction", "engine_correction_cap", "engine_sequence_cap"),
 )
 """The settings of a source that the loss of its tokens depends on; the others make the batch."""
+
+
+def by_source(table: Any) -> Any:
+    """Return the setting `trainer.sources` as a table by source, whose name may have dots: `a.b.weight` as it
+    is typed, or tables within tables as TOML reads that.
+    """
+    if not isinstance(table, Mapping):
+        return table
+    tree = dict[str, Any]()
+    for key, value in cast("Mapping[str, Any]", table).items():
+        if isinstance(value, Mapping):
+            inner = cast("Mapping[str, Any]", value)
+            is_name = inner and all(isinstance(below, Mapping) for below in inner.values())
+            names = {f"{key}.{name}": below for name, below in inner.items()}
+            for source, settings in (by_source(names) if is_name else {key: inner}).items():
+                tree[source] = {**tree.get(source, {}), **settings}
+            continue
+        source, dot, field = key.rpartition(".")
+        if not dot or isinstance(value, SourceSettings):
+            tree[key] = value
+        elif isinstance(tree.setdefault(source, {}), dict):
+            tree[source][field] = value
+        else:
+            raise ValueError(f"trainer.sources.{key}: {source} is no table; leave one of them out")
+    return tree
 
 
 class SourceSettings(Settings):

@@ -168,7 +168,12 @@ def _order(node: Node, iteration: Iteration, share: Share) -> Order:
 def _engine(node: Node, share: Share) -> EngineAddress:
     engine, trainer = node.settings.engine, node.settings.trainer
     base = node.policies.policy_of(0).directory
-    is_corrected = all(each.engine_correction != "off" for each in trainer.of_all_sources)
+    sections = ["trainer", *(f"trainer.sources.{name}" for name in trainer.sources)]
+    uncorrected = (
+        f"{section}.engine_correction=off"
+        for section, each in zip(sections, trainer.of_all_sources, strict=True)
+        if each.engine_correction == "off"
+    )
     return EngineAddress(
         node.engine.url,
         node.engine.model,
@@ -176,7 +181,7 @@ def _engine(node: Node, share: Share) -> EngineAddress:
         node.engine.restart_patience_s(engine),
         replace(
             node.engine.facts,
-            may_force=is_corrected or share.kind == "eval",
+            why_no_form="" if share.kind == "eval" else next(uncorrected, ""),
             routed_layers=_routed_layers(base) if trainer.routing_replay and share.kind == "train" else (),
             **_marks(base),
         ),

@@ -10,7 +10,8 @@ _INSTEAD = {
         "ray_init ray_kwargs"
     ),
     "set both trainer.kl=k3 and trainer.kl_coefficient": (
-        "beta use_kl_loss kl_loss_coef kl_loss_type kl_penalty kl_estimator"
+        "beta use_kl_loss kl_loss_coef kl_loss_type kl_penalty kl_estimator kl.estimator kl.use_loss "
+        "use_kl_estimator_k3"
     ),
     (
         "set both trainer.kl=k3 and trainer.kl_coefficient; for KL in the reward, k1 and "
@@ -27,18 +28,22 @@ _INSTEAD = {
     "a file of settings is given as --config FILE": "config config_file",
     "a run is known by its directory: --log-path DIR": (
         "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name save_path "
-        "ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir"
+        "ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir wandb.group "
+        "ckpt.path"
     ),
     "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation",
     "rows are packed without padding where the model can do that": (
         "use_remove_padding packing packing_samples padding_free group_by_length"
     ),
     "the same command again resumes a run": (
-        "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step"
+        "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step load_enable"
     ),
-    "run export writes a directory for the Hub": "push_to_hub hub_model_id hub_strategy hub_private_repo",
+    "run export writes a directory for the Hub": (
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_always_push hub_revision"
+    ),
     "every sample is kept: run samples shows them": (
-        "log_completions rollout_data_dir num_completions_to_print validation_data_dir log_val_generations"
+        "log_completions rollout_data_dir num_completions_to_print validation_data_dir "
+        "log_val_generations log_multimodal log_unique_prompts log_completions_hub_repo"
     ),
     "name the column of the data: columns.messages=COLUMN": "prompt_key input_key dataset_text_field",
     "name the column of the data: columns.answer=COLUMN": "label_key",
@@ -50,28 +55,32 @@ _INSTEAD = {
         "max_tool_calling_iterations"
     ),
     "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
-        "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models vllm_num_engines"
+        "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models "
+        "vllm_num_engines colocate_all colocate_actor_ref colocate_critic_reward num_engines "
+        "num_train_nodes num_infer_nodes num_infer_replicas"
     ),
     "the engine shares the GPUs; a server of your own: --engine-url http://HOST:PORT": (
         "vllm_mode vllm_device"
     ),
-    "an argument of vLLM is given as engine.args.enforce_eager=true": (
-        "enforce_eager engine_kwargs load_format"
+    "an argument of vLLM is given as engine.args.NAME=VALUE, e.g. engine.args.enforce_eager=true": (
+        "enforce_eager engine_kwargs load_format cudagraph_capture_sizes scheduling_policy "
+        "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space vllm_model_impl"
     ),
     "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
     "microbatches always have trainer.max_tokens_per_microbatch tokens": (
-        "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz"
+        "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz dynamic_batch_enable"
     ),
     "`messages` get the template; a text in `prompt` with columns.messages=prompt": "apply_chat_template",
     "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
-    "trainer.advantage compares rewards within their group": "normalize_enable",
+    "trainer.advantage compares rewards within their group": "normalize_enable normalize_reward",
     "a reward model is a server: --reward http://HOST:PORT/score": "reward_model reward_pretrain",
     "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
     "every iteration is written to metrics.jsonl; run status --watch shows it": (
         "logging_steps logging_strategy logging_first_step log_extras.interval"
     ),
     "the engine makes its batches by itself; rollout.concurrency limits them": (
-        "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size val_batch_size"
+        "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size val_batch_size "
+        "vllm_generate_batch_size"
     ),
     "rollout.dynamic_sampling=true generates further tasks until there are enough": "gen_batch_size",
     "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
@@ -87,52 +96,75 @@ _INSTEAD = {
     "no sample is cut: rollout.max_prompt_tokens and rollout.max_tokens are how long its parts may be": (
         "max_length max_seq_length"
     ),
-    "tasks are always shuffled, by rollout.seed": "shuffle shuffle_dataset",
+    "tasks are always shuffled, by rollout.seed": "shuffle shuffle_dataset validation_shuffle",
     "every checkpoint is a directory of Hugging Face's": (
-        "save_hf_ckpt save_safetensors zero3_save_16bit_model save_contents"
+        "save_hf_ckpt save_safetensors zero3_save_16bit_model save_contents save_hf"
     ),
-    "trainer.save_interval says how often the optimizer's state is saved": "save_only_model disable_ds_ckpt",
+    "trainer.save_interval says how often the optimizer's state is saved": (
+        "save_only_model disable_ds_ckpt disable_ds"
+    ),
     "the reference stays the model that the run started from; leave it out": (
         "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"
     ),
     "samples are drawn by the policy's own probabilities, on which it is trained; leave it out": (
-        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty"
+        "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty "
+        "vllm_structured_outputs_regex vllm_guided_decoding_regex"
     ),
     "samples are always drawn; rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p say how": (
         "do_sample generation_kwargs"
     ),
-    "all tokens of a sample are trained on; leave it out": "top_entropy_quantile clip_cov_ratio kl_cov_ratio",
+    "all tokens of a sample are trained on; leave it out": (
+        "top_entropy_quantile clip_cov_ratio kl_cov_ratio clip_cov_lb clip_cov_ub ppo_kl_coef"
+    ),
     "of a written conversation its last answer alone is trained on": (
         "completion_only_loss assistant_only_loss"
     ),
     "an adapter has trainer.lora.rank, trainer.lora.alpha and trainer.lora.targets alone; leave it out": (
-        "lora_dropout use_rslora use_dora modules_to_save lora_task_type exclude_modules"
+        "lora_dropout use_rslora use_dora modules_to_save lora_task_type exclude_modules lora.dropout "
+        "lora_modules_to_save lora_target_parameters"
     ),
     "code of a model is never run; take one that transformers has": "trust_remote_code",
     "trainer.kl_coefficient stays as it is; leave it out": (
-        "kl_ctrl.type target_kl kl_target horizon kl_horizon"
+        "kl_ctrl.type target_kl kl_target horizon kl_horizon kl.target"
     ),
     "there is no pipeline and no expert parallelism: trainer.layout=sharded, trainer.tensor_parallel_size": (
-        "pipeline_model_parallel_size expert_model_parallel_size"
+        "pipeline_model_parallel_size expert_model_parallel_size expert_parallel_size "
+        "expert_tensor_parallel_size ep pp"
     ),
     "the machines meet in the directory --log-path, and each is given its rank: --worker RANK": (
         "machine_rank local_rank main_process_ip main_process_port master_port rdzv_backend same_network"
     ),
     "fetch the revision, and give its directory as --model DIR": "model_revision",
     "an adapter is trained where trainer.lora.rank is set": "enable_lora",
-    "the engine reads its weights from the run directory": "vllm_sync_backend",
+    "the engine reads its weights from the run directory": (
+        "vllm_sync_backend sync_backend sync_with_ray weight_broadcast update_weights_bucket_megabytes "
+        "rollout_transport"
+    ),
     "nothing here needs it; leave it out": (
-        "remove_unused_columns dataloader_num_workers ddp_timeout balance_batch calculate_log_probs "
-        "rollout.mode trainer.device dataloader_drop_last average_tokens_across_devices pad_to_multiple_of "
+        "remove_unused_columns dataloader_num_workers balance_batch calculate_log_probs rollout.mode "
+        "trainer.device dataloader_drop_last average_tokens_across_devices pad_to_multiple_of "
         "disable_dropout ds3_gather_for_generation use_liger use_liger_kernel use_liger_loss "
         "attn_implementation flash_attn use_fused_kernels filter_overlong_prompts_workers return_raw_chat "
         "hybrid_engine use_shm entropy_checkpointing forward_prefetch reshard_after_forward "
         "wrap_policy.min_num_params weights.interval fsdp_auto_wrap_policy fsdp_backward_prefetch "
-        "fsdp_transformer_layer_cls_to_wrap fsdp_version fsdp_state_dict_type "
-        "fsdp_reshard_after_forward fsdp_use_orig_params fsdp_sync_module_states "
-        "fsdp_cpu_ram_efficient_loading zero3_init_flag compute_environment downcast_bf16 "
-        "auto_find_batch_size torch_empty_cache_steps disable_tqdm model.attn "
-        "precompute_ref_log_probs"
+        "fsdp_transformer_layer_cls_to_wrap fsdp_version fsdp_state_dict_type fsdp_reshard_after_forward "
+        "fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading zero3_init_flag "
+        "compute_environment downcast_bf16 auto_find_batch_size torch_empty_cache_steps disable_tqdm "
+        "model.attn precompute_ref_log_probs _target_ deepcompile overlap_comm "
+        "gradient_checkpointing_reentrant gradient_checkpointing_kwargs activation_checkpointing_kwargs "
+        "disable_fast_tokenizer use_universal_ckpt ring_attn_head_stride experts_implementation "
+        "ref.offload reward.offload use_orig_params entropy_from_logits_with_chunking forward_only "
+        "calculate_entropy load_contents async_save del_local_ckpt_after_load "
+        "ray_wait_register_center_timeout use_legacy_worker_impl disable_log_stats multi_stage_wake_up "
+        "skip_tokenizer_init layered_summon return_raw_input_ids return_full_prompt "
+        "return_multi_modal_inputs cache_implementation use_transformers_paged "
+        "use_transformers_continuous_batching vllm_group_port streaming dataset_streaming "
+        "dataset_num_proc preprocessing_num_workers bf16_full_eval fp16_full_eval tf32 matmul_precision "
+        "reduce_dtype buffer_dtype grad_accum_dtype optimization_dtype save_on_each_node log_on_each_node "
+        "torch_compile_backend torch_compile_mode do_train dataloader_pin_memory "
+        "dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend use_cache liger_kernel_config "
+        "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics prediction_loss_only"
     ),
     "run eval scores a checkpoint, or --model, alone": "val_only",
     "rollout.task_sampling=curriculum takes rather tasks that are solved sometimes": (
@@ -151,6 +183,53 @@ _INSTEAD = {
     "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
     "trainer.engine_correction corrects for what engine and trainer differ in; leave it out": "kl_tau",
     "metrics.sinks=wandb; it reads WANDB_API_KEY": "use_wandb wandb.key wandb_api_key",
+    "the GPUs that engine.tensor_parallel_size leaves hold further replicas; leave it out": (
+        "data_parallel_size"
+    ),
+    "heads that predict several tokens are not trained; leave it out": "mtp",
+    "checkpoints.keep_last counts them; leave it out": "max_mem max_ckpt_mem",
+    "no mean of older weights is kept; leave it out": "enable_ema ema_beta",
+    "set rollout.task_sampling=ratio, and a share for each source: rollout.ratio.SOURCE=SHARE": (
+        "prompt_probs prompt_data_probs"
+    ),
+    "metrics.sinks=tensorboard writes into the run directory": "tensorboard_dir use_tensorboard",
+    "a learning rate falls to 0 at the end of the run, by trainer.schedule; leave it out": (
+        "min_lr min_lr_ratio lr_min_ratio num_cycles lr_scheduler_kwargs decay_steps"
+    ),
+    "an optimizer has trainer.betas, trainer.eps and trainer.weight_decay alone; leave it out": (
+        "optimizer_impl override_optimizer_config optim_args momentum nesterov"
+    ),
+    "trainer.clip=soft has the temperatures of SAPO's paper; leave it out": (
+        "tau_pos tau_neg sapo_temperature_pos sapo_temperature_neg"
+    ),
+    "there is no VESPO; trainer.clip says what there is": (
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    ),
+    "trainer.aggregation=constant divides by rollout.max_tokens; leave it out": "loss_scale_factor",
+    "a sample ends where the model ends it; leave it out": "ignore_eos",
+    "tokenizer and configuration are those in the directory of --model; leave it out": (
+        "tokenizer tokenizer_path tokenizer_name_or_path hf_config_path"
+    ),
+    "write it into the config.json in the directory of --model": "override_config model_init_kwargs",
+    "put it into the directory of --model, as chat_template.jinja": (
+        "custom_chat_template chat_template_path"
+    ),
+    "a task may show pictures, and no videos": "video_key",
+    "trainer.entropy_bonus has no bounds; leave it out": "entropy_coef_min entropy_coef_max",
+    "trainer.engine_sequence_cap leaves out whole sequences that have gone too far": (
+        "off_policy_mask_threshold"
+    ),
+    "KL is not weighed by the ratio; leave it out": "use_bias_correction_kl",
+    "trainer.engine_correction=masked leaves out weights below the inverse of its cap": (
+        "vllm_importance_sampling_clip_min"
+    ),
+    "a step has trainer.global_batch_size samples, however long they are": "token_batch_size",
+    "set trainer.clip=divergence, trainer.clip_low and trainer.clip_high": "dppo_mask_low dppo_mask_high",
+    "layers are computed again: trainer.activation_checkpointing=true": (
+        "activation_offloading ac_offloading enable_activation_offload"
+    ),
+    "a higher score is better; leave it out": "greater_is_better",
+    "a machine without GPUs trains on its CPU; CUDA_VISIBLE_DEVICES= hides them": "use_cpu",
 }
 
 

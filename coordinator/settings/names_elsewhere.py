@@ -12,12 +12,15 @@ _NAMES = {
     "trainer.warmup_steps": (
         "num_warmup_steps warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio lr_warmup_steps"
     ),
-    "eval.interval": "eval_strategy eval_steps eval_every test_freq val_before_train do_eval",
+    "eval.interval": (
+        "eval_strategy eval_steps eval_every test_freq val_before_train do_eval eval.steps eval_on_start "
+        "skip_first_step"
+    ),
     "checkpoints.keep_every": "save_strategy save_steps keep_interval ckpt.interval save_freq",
     "trainer.optimizer": "optim",
     "trainer.betas": "optimizer_betas adam_betas",
     "trainer.eps": "adam_epsilon",
-    "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping",
+    "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping clip_grad",
     "trainer.global_batch_size": (
         "batch_size train_batch_size ppo_mini_batch_size gradient_accumulation_steps train.batch_size"
     ),
@@ -39,14 +42,14 @@ _NAMES = {
     "trainer.lora.targets": "target_modules lora_target_modules",
     "trainer.lora.base_dtype": "load_in_4bit",
     "engine.tensor_parallel_size": "tp tensor_model_parallel_size vllm_tensor_parallel_size",
-    "trainer.tensor_parallel_size": "megatron.tensor_model_parallel_size model.tp",
+    "trainer.tensor_parallel_size": "megatron.tensor_model_parallel_size model.tp ds.tensor_parallel_size",
     "rollout.max_tokens": (
         "max_new_tokens max_completion_length max_response_length generate_max_len max_completion_tokens"
     ),
     "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len filter_overlong_prompts",
     "rollout.samples_per_task": (
         "num_generations num_return_sequences group_size n n_samples_per_prompt rollouts_per_example "
-        "rollouts_per_prompt"
+        "rollouts_per_prompt rollout_n"
     ),
     "rollout.tasks_per_iteration": (
         "rollout_batch_size prompts_per_step data.train_batch_size generation_batch_size "
@@ -57,50 +60,53 @@ _NAMES = {
     "rollout.reward": "reward_fn reward_funcs",
     "rollout.environment": "env",
     "iterations": "steps max_steps total_steps total_training_steps",
-    "eval_tasks": "eval_dataset val_files dataset_test_split",
+    "eval_tasks": "eval_dataset val_files dataset_test_split eval.dataset eval.split",
     "tasks": (
         "dataset train_dataset dataset_name train_files prompt_data dataset_config dataset_configs "
-        "dataset_split dataset_train_split max_samples train_max_samples prompt_dataset"
+        "dataset_split dataset_train_split max_samples train_max_samples prompt_dataset prompt_split "
+        "data_split"
     ),
     "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name",
-    "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
-    "cluster.max_async_level": "async_queue_size async_train",
+    "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num ckpt.max_num",
+    "cluster.max_async_level": "async_queue_size async_train async_enable",
     "metrics.sinks": "report_to logger wandb",
     "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes num_machines",
     "cluster.expect_gpus": "gpus num_gpus n_gpus_per_node actor_num_gpus_per_node",
     "trainer.aggregation": "loss_agg_mode use_token_level_loss",
     "trainer.freeze_vision": "freeze_vision_tower freeze_multi_modal_projector freeze_vision_encoder",
     "trainer.advantage": (
-        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm multi_objective_aggregation"
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm multi_objective_aggregation no_std_norm"
     ),
     "trainer.ratio": "importance_sampling_level policy_loss_type loss_mode",
     "trainer.engine_correction": (
         "vllm_importance_sampling_correction rollout_correction enable_vllm_is_correction "
         "vllm_is_correction_type vllm_enable_is_correction use_icepop vllm_importance_sampling_mode "
-        "rollout_is rollout_rs"
+        "rollout_is rollout_rs is_correction_enable is_correction_type"
     ),
     "trainer.overlong": "mask_truncated_completions stop_properly_penalty_coef",
     "trainer.cpu_offload": (
         "param_offload optimizer_offload fsdp_cpu_offload adam_offload fsdp_offload_params "
-        "offload_optimizer_device offload_param_device"
+        "offload_optimizer_device offload_param_device offload_policy grad_offload"
     ),
     "rollout.chat_template": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
     "rollout.dynamic_sampling": (
         "filter_groups dynamic_filtering filter_groups.enable dynamic_filtering_reward_range "
-        "online_difficulty_filtering"
+        "online_difficulty_filtering dynamic_filtering_enable"
     ),
-    "rollout.over_sample": "oversampling_factor",
+    "rollout.over_sample": "oversampling_factor over_sample_rate",
     "trainer.passes": "num_iterations ppo_epochs max_epochs",
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
     "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
-    "trainer.compute_dtype": "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype",
+    "trainer.compute_dtype": (
+        "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype fsdp_config.dtype fp16"
+    ),
     "trainer.layout": (
         "strategy fsdp deepspeed zero_optimization.stage distributed_type sharding_strategy "
-        "fsdp_sharding_strategy fsdp_size dp_replicate"
+        "fsdp_sharding_strategy fsdp_size dp_replicate zpg fsdp_config"
     ),
     "trainer.processes_per_node": "num_processes",
-    "rollout.seed": "data_seed",
+    "rollout.seed": "data_seed data_loader_seed",
     "trainer.dual_clip": "clip_ratio_c",
     "metrics.project": "project_name wandb_project wandb.project",
     "engine.args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
@@ -115,23 +121,34 @@ _NAMES = {
     "engine.args.enable_prefix_caching": "enable_prefix_caching",
     "engine.args.enable_chunked_prefill": "enable_chunked_prefill",
     "engine.sleep": "vllm_enable_sleep deepspeed_enable_sleep fsdp2_enable_sleep free_cache_engine",
-    "rollout.concurrency": "max_inflight_rollouts",
+    "rollout.concurrency": "max_inflight_rollouts max_inflight",
     "eval.temperature": "val_kwargs.temperature val_kwargs.do_sample",
     "eval.top_p": "val_kwargs.top_p",
     "eval.top_k": "val_kwargs.top_k",
     "eval.samples_per_task": (
-        "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example num_generations_eval"
+        "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example num_generations_eval "
+        "eval.n_samples_per_prompt"
     ),
     "rollout.dynamic_limit": "max_num_gen_batches",
     "trainer.engine_correction_cap": (
         "vllm_is_truncated_threshold vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
-        "rollout_is_threshold tis_imp_ratio_cap"
+        "rollout_is_threshold tis_imp_ratio_cap is_correction_threshold"
     ),
     "trainer.undesirable_weight": "desirable_weight",
     "trainer.pair_beta": "dpo_beta kto_beta",
-    "checkpoints.best_by": "metric_for_best_model",
+    "checkpoints.best_by": "metric_for_best_model best_metric_key",
     "checkpoints.keep_best": "load_best_model_at_end",
     "metrics.samples": "log_extras.samples",
+    "trainer.routing_replay": "router_replay.mode enable_rollout_routing_replay enable_router_replay",
+    "rollout.segment_tokens": "partial_rollout_enable partial_rollout",
+    "engine.deterministic": "full_determinism full_determinism_enable",
+    "trainer.share_prompts": "use_prefix_grouper",
+    "rollout.tool_parser": "tool_call_parser",
+    "rollout.reasoning_end": "reasoning_parser",
+    "engine.start_timeout_s": "vllm_server_timeout",
+    "trainer.entropy_target": "use_adaptive_entropy",
+    "trainer.keep_flat_groups": "filter_zero_advantages",
+    "trainer.collective_timeout_s": "ddp_timeout nccl_timeout dist_timeout_seconds",
 }
 """Their names of each setting."""
 _NOTES = {
@@ -139,18 +156,36 @@ _NOTES = {
         "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio"
     ),
     "in samples: theirs x rollout.samples_per_task": "ppo_mini_batch_size",
-    "the samples of a step: theirs x those of a microbatch x processes": "gradient_accumulation_steps",
-    "in tokens, not in samples": (
-        "per_device_train_batch_size micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu "
-        "ppo_micro_batch_size log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
+    "the samples of a step: theirs x per_device_train_batch_size x processes": "gradient_accumulation_steps",
+    (
+        "in tokens, for memory alone: theirs, in samples, needs no equal; trainer.global_batch_size is "
+        "theirs x gradient_accumulation_steps x processes"
+    ): "per_device_train_batch_size",
+    "in tokens, for memory alone: theirs, in samples, needs no equal": (
+        "micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
     ),
+    "in samples; verl's data.train_batch_size is rollout.tasks_per_iteration": "train_batch_size",
+    (
+        "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
+        "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
+    ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "the policy before training is evaluated wherever it is set": "eval_on_start skip_first_step",
+    "bfloat16; there is no float16": "fp16",
+    "false for true": "filter_zero_advantages",
+    "what ends it, e.g. </think>": "reasoning_parser",
+    "1 + theirs": "over_sample_rate",
+    "true for R3": "router_replay.mode",
+    "a number of tokens for true": "partial_rollout_enable partial_rollout",
+    "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
     "in samples": "train.batch_size",
-    "in tasks": "rollout.batch_size",
+    "in tasks": "rollout.batch_size rollout_batch_size",
     "theirs / rollout.samples_per_task": "generation_batch_size",
     "theirs x the samples of a step / rollout.samples_per_task": "steps_per_generation",
     "as hf:NAME:CONFIG:SPLIT": (
-        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split"
+        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split prompt_split "
+        "data_split eval.split"
     ),
     "cut the split: hf:NAME:CONFIG:train[:1000]": "max_samples train_max_samples",
     "in iterations, 0 for false": "do_eval",
@@ -160,23 +195,24 @@ _NOTES = {
     "times rollout.tasks_per_iteration": "max_num_gen_batches",
     "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range",
     "the second of theirs is trainer.clip_high": "eps_clip_low_high",
-    "truncated for tis, masked for icepop": "vllm_is_correction_type",
+    "truncated for tis, masked for icepop": "vllm_is_correction_type is_correction_type",
     "truncated for true, off for false": (
-        "vllm_enable_is_correction vllm_importance_sampling_correction enable_vllm_is_correction"
+        "is_correction_enable vllm_enable_is_correction vllm_importance_sampling_correction "
+        "enable_vllm_is_correction"
     ),
     "masked for true": "use_icepop",
     "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
-    "1 for true, 0 for false": "async_train",
+    "1 for true, 0 for false": "async_train async_enable",
     "wandb or tensorboard": "report_to logger wandb",
     "masked": "rollout_rs",
     "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
     "in iterations, each of which may have several optimizer steps": "max_steps",
-    "in iterations": "eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",
+    "in iterations": "eval.steps eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",
     "the policy before training is evaluated wherever eval.interval is set": "val_before_train",
     "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage": "loss_type",
     "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm": "loss_agg_mode",
     "standardised if it divides by the deviation, centred if not": (
-        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm"
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm no_std_norm"
     ),
     "decoupled for normalize_then_sum": "multi_objective_aggregation",
     "token or sequence": "importance_sampling_level",
@@ -188,10 +224,10 @@ _NOTES = {
     "vllm for true": "use_vllm",
     "bfloat16 for true": "bf16",
     "bfloat16 for bf16": "mixed_precision model_dtype",
-    "a number for true": "use_peft",
+    "a number for true": "use_peft use_adaptive_entropy",
     "nf4 for true": "load_in_4bit",
     "sharded for fsdp and fsdp2": "strategy",
-    "sharded": "fsdp",
+    "sharded": "fsdp fsdp_config",
     "sharded for FULL_SHARD, hybrid for HYBRID_SHARD, replicated for NO_SHARD and MULTI_GPU": (
         "distributed_type sharding_strategy fsdp_sharding_strategy"
     ),
@@ -205,7 +241,7 @@ _NOTES = {
     "1 for true": "load_best_model_at_end",
     "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
     "of one node; theirs are of all": "num_processes",
-    "the one seed of a run": "data_seed",
+    "the one seed of a run": "data_seed data_loader_seed",
     "with trainer.clip=dual": "clip_ratio_c",
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
 }

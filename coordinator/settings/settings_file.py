@@ -9,10 +9,11 @@ from typing import Any, cast
 from coordinator.settings.loading import flatten, known_keys
 from coordinator.settings.tree import SettingsError
 
+_PART_BYTES = 65536
 TOML_OR_YAML = "pipe"
 """What a pipe has in place of a suffix."""
-WRITER_S = 10.0
-"""How long a pipe may have no writer: a shell starts both sides at once."""
+SILENT_S = 30.0
+"""How long nothing may be written to a pipe, whose writer may be a program that takes a moment."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -41,15 +42,22 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """Read a pipe to its end, as of `--config <(COMMAND)`. ValueError if nobody writes to it."""
-    pipe, deadline_s = os.open(path, os.O_RDONLY | os.O_NONBLOCK), time.monotonic() + WRITER_S
-    with open(pipe, "rb", buffering=0) as opened:
-        while (content := opened.read(1)) == b"":  # None: there is a writer, which has written nothing yet
+    """Read a pipe to its end, as of `--config <(COMMAND)`. ValueError if nothing is written to it."""
+    content, deadline_s = bytearray(), time.monotonic() + SILENT_S
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
+        while (part := pipe.read(_PART_BYTES)) != b"" or not content:
+            if part:
+                content += part
+                deadline_s = time.monotonic() + SILENT_S
+                continue
+            if part == b"" and str(path).startswith("/dev/"):  # a shell has started its writer
+                raise ValueError("is a pipe that ended without a line; mend the command that writes it")
             if time.monotonic() > deadline_s:
-                raise ValueError("is a pipe, and nobody writes to it; write the settings to a file")
+                raise ValueError(
+                    f"is a pipe to which nothing was written for {SILENT_S:g} s; write the settings to a file"
+                )
             time.sleep(0.05)
-        os.set_blocking(pipe, True)
-        return (content or b"") + opened.readall()
+    return bytes(content)
 
 
 def _parse_file(text: str, suffix: str) -> Any:

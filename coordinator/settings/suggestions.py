@@ -115,6 +115,9 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         return None
     if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):
         return "did you mean trainer.pair_beta?"
+    if word == "delta" and not isinstance(values.get(typed), bool):  # TRL's bound, no checkpoints.delta
+        bound = values.get(typed)
+        return f"set trainer.clip=dual and trainer.dual_clip{'' if bound is None else f'={bound}'}"
     parts = (_pair(word), *reversed(word.split(".")))
     instead = next((ANSWERS[part] for part in parts if part in ANSWERS), "")
     value, coefficient = values.get(typed), "trainer.kl_coefficient"

@@ -1,5 +1,6 @@
 """The settings of a run, which agree with each other."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -36,6 +37,24 @@ class RunSettings(SettingFields):
         environment, samples = written[algorithm]
         return {**values, "rollout": {"environment": environment, "samples_per_task": samples, **rollout}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _warm_up_is_counted(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a share of the steps, which other trainers have, with the number that it is."""
+        trainer: Any = values.get("trainer", {})
+        share = trainer.get("warmup_steps") if isinstance(trainer, Mapping) else None  # pyright: ignore
+        if not isinstance(share, float) or not 0 < share < 1:
+            return values
+        try:
+            steps = cls.model_validate({**values, "trainer": {**trainer, "warmup_steps": 0}}).optimizer_steps
+        except ValidationError:  # which is told first
+            return values
+        count = "so many steps of the run" if steps is None else f"{math.ceil(share * steps)} of its {steps}"
+        raise ValueError(
+            f"trainer.warmup_steps={share:g} is a share, as TRL's warmup_ratio; it is a number of optimizer "
+            f"steps here: give {count}"
+        )
+
     @model_validator(mode="after")
     def _settings_agree(self) -> "RunSettings":
         for refuse in RULES:
@@ -64,6 +83,14 @@ class RunSettings(SettingFields):
             crew_weights = tuple(weights[machine] for machine in machines) if weights else None
             cluster = cluster.model_copy(update={"num_nodes": len(machines), "rank_weights": crew_weights})
         return self.model_copy(update={"rl_phase": half, "cluster": cluster})
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Steps of the optimizer in the whole run if no group is lost; None: the run has no end."""
+        if self.iterations is None:
+            return None
+        samples = self.rollout.tasks_per_iteration * self.rollout.samples_per_task
+        return self.iterations * self.trainer.passes * math.ceil(samples / self.trainer.global_batch_size)
 
     @property
     def claims(self) -> bool:

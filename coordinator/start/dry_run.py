@@ -79,6 +79,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     """As check_named. Raises SettingsError, RowError, TaskError, ServerSettingError or WeightsError."""
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
+    any_kind(settings.engine).check_arguments()
     functions, tasks, model = None, None, None
     for source in fetched:
         hub_parts(source)
@@ -86,8 +87,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
         _load_local(settings)
     else:
         functions, tasks = load_named(settings, overrides)
-    places = [Path(settings.model), Path(settings.data_path or ".", settings.model)]
-    if is_path(settings.model) or any(map(is_directory, places)):
+    if _is_of_disk(settings.model, settings.data_path):
         model = base_model_dir(settings, RunDir(Path()))
     elif settings.model != TINY:
         refuse_no_name(settings.model)
@@ -115,6 +115,11 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     return ", ".join(fetched) or None
 
 
+def _is_of_disk(model: str, data_path: str | None) -> bool:
+    """Return whether a model is no name on Hugging Face: a path, or a directory below `data_path`."""
+    return is_path(model) or any(map(is_directory, (Path(model), Path(data_path or ".", model))))
+
+
 def _load_local(settings: RunSettings) -> None:
     """Load the functions, and those tasks that are not fetched."""
     load_functions(settings.rollout.scoring, settings.rollout.environment)
@@ -135,8 +140,9 @@ def _refuse_changes(root: Path, settings: RunSettings, model: Path | None, tasks
     digest, tasks_digest = "", tasks.digest if tasks else ""
     if model is not None and settings.model != first_model:
         digest = policy_digest(known_files.checksums(model, model_files(model)))
-    elif model is None and settings.model not in (TINY, first_model) and not is_path(first_model):
-        digest = settings.model  # a name on Hugging Face, and the run's is another one, or builtin:tiny
+    elif model is None and settings.model not in (TINY, first_model):
+        is_unknown = _is_of_disk(first_model, settings.data_path)  # it may be what has this name
+        digest = "" if is_unknown else settings.model  # on Hugging Face
     if settings.tasks.startswith(HUB) and first_tasks.startswith(GENERATED):
         tasks_digest = settings.tasks
     fixed = fixed_by(settings, digest, tasks_digest)

@@ -166,6 +166,7 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
     refusals_of_models.refuse_wrong_teacher(settings)
     try:
         if settings.rl_phase != "update":
+            any_kind(settings.engine).check_arguments()  # also where this node has no vLLM
             engine.check()
         functions, tasks = load_named(settings, overrides)
         model = None if settings.model == TINY else base_model_dir(settings, RunDir(Path()))

@@ -1,6 +1,5 @@
 """Settings that a start warns of: each does something else than it seems to, or nothing at all."""
 
-import math
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -10,7 +9,7 @@ from coordinator.start.eval_tasks import SECTION
 from coordinator.start.refusals_of_models import ENDLESS
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.embedded import Embedded
-from rollout.settings import WRITTEN, RolloutSettings
+from rollout.settings import PROGRAMS, WRITTEN, RolloutSettings
 
 CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")
 """Values of trainer.clip that have bounds."""
@@ -52,11 +51,15 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
     `has_end`: whether the model has a token that ends a sequence.
     """
     for key, (other, values) in WORKS_WITH.items():
-        value = attrgetter(other)(settings)
-        if key in overrides and value not in values:
-            first = f"{other}={str(values[0]).lower()}"
-            typed, actual = overrides[key], str(value).lower()
-            yield f"{key}={typed} does nothing with {other}={actual}; give {first} as well"
+        if key in overrides:
+            yield from _unread(key, overrides[key], other, attrgetter(other)(settings), values)
+    for name, source in settings.trainer.sources.items():
+        section, trainer = f"trainer.sources.{name}", settings.trainer.of_source(name)
+        for field, typed in source.model_dump(exclude_none=True).items():
+            if works_with := WORKS_WITH.get(f"trainer.{field}"):
+                other = works_with[0].removeprefix("trainer.")
+                value = getattr(trainer, other)
+                yield from _unread(f"{section}.{field}", typed, f"{section}.{other}", value, works_with[1])
     if settings.rl_phase != "rollout" and overrides.keys() & RATES:  # a trial of a few steps asks for none
         yield from _warm_up(settings)
     if settings.trainer.lora.rank == 0 and (
@@ -70,6 +73,11 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
             f"rollout.samples_per_task={rollout.samples_per_task} does nothing with rollout.environment="
             f"{rollout.environment}: a task has its own; leave it out"
         )
+    is_alone = rollout.environment in WRITTEN and settings.evaluation_tasks is None
+    if (is_alone or rollout.environment.startswith(PROGRAMS)) and not settings.eval.sets:
+        for key in overrides:
+            if f"{key}.".startswith(("rollout.reward.", "rollout.rewards.")):
+                yield f"{key} does nothing with rollout.environment={rollout.environment}: it has its own"
     if (args := settings.engine.args) and isinstance(any_kind(settings.engine), Embedded):
         yield f"engine.args.{next(iter(args))} does nothing with --engine torch; it is for vLLM"
     if (rate := settings.trainer.learning_rate) > FASTEST:
@@ -100,6 +108,12 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
                 yield f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's"
 
 
+def _unread(key: str, typed: Any, other: str, actual: Any, values: tuple[Any, ...]) -> Iterator[str]:
+    if actual not in values:
+        first = f"{other}={str(values[0]).lower()}"
+        yield f"{key}={typed} does nothing with {other}={str(actual).lower()}; give {first} as well"
+
+
 def _greedy(temperature: float | None, top_k: int | None) -> str:
     """Return the setting, without its section, by which only the likeliest token is sampled; else nothing."""
     if temperature is not None and temperature < GREEDY_BELOW:
@@ -108,12 +122,8 @@ def _greedy(temperature: float | None, top_k: int | None) -> str:
 
 
 def _warm_up(settings: RunSettings) -> Iterator[str]:
-    rollout, trainer = settings.rollout, settings.trainer
-    if settings.iterations is None:
-        return
-    samples = rollout.tasks_per_iteration * rollout.samples_per_task
-    steps = settings.iterations * trainer.passes * math.ceil(samples / trainer.global_batch_size)
-    if steps < trainer.warmup_steps:
+    trainer, steps = settings.trainer, settings.optimizer_steps
+    if steps is not None and steps < trainer.warmup_steps:
         rate = trainer.learning_rate * steps / trainer.warmup_steps
         yield (
             f"trainer.warmup_steps={trainer.warmup_steps}: {settings.iterations} iterations are {steps} "

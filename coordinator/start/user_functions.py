@@ -13,7 +13,7 @@ from rollout.loaded_code import code_of, load_as_it_was, sources
 from rollout.origin import Code
 from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.pool import ProcessPool
-from rollout.rewards.resolve import RewardSettingError, resolve_reward
+from rollout.rewards.resolve import RewardSettingError, resolve_reward, with_setting
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
         pool = ProcessPool(f"{__name__}:describer", read, size=1, say=_say)
     try:
         for kind, name in names.items():
+            option = f"{section}.{kind}=" if section else f"--{kind} "
             try:
                 description = (
                     pool.call(kind, name, deadline_s=LOAD_TIMEOUT_S) if pool else describe(kind, name)
@@ -67,10 +68,9 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
             except (CallFailed, CallLost) as error:
                 text = " ".join(str(error).split())
                 advice = "what a script does, put below `if __name__ == '__main__':`"
-                description = {"refused": f"while it is loaded: {text}; {advice}"}
+                raise SettingsError(f"{option}{name}: while it is loaded: {text}; {advice}") from None
             if "refused" in description:
-                option = f"{section}.{kind}=" if section else f"--{kind} "
-                raise SettingsError(f"{option}{name}: {description['refused']}")
+                raise SettingsError(with_setting(option, name, description["refused"]))
             descriptions[kind] = description
     finally:
         if pool is not None:

@@ -54,9 +54,9 @@ class EngineFacts:
     is_seeded: bool = True
     """Whether the seed of a request decides what is drawn. In vLLM the rest of the batch matters too, and the
     requests that have a seed are drawn one after the other: it gets none without engine.deterministic."""
-    may_force: bool = True
-    """Whether it may be made to write a form (JSON): what is trained on its samples corrects for tokens that
-    the policy would not have chosen, or nothing is."""
+    why_no_form: str = ""
+    """The setting by which it may not be made to write a form (JSON): what is trained on its samples does not
+    correct for tokens that the policy would not have chosen. Empty: it may."""
     routed_layers: tuple[int, ...] = ()
     """The layers of the model with experts, if it is asked which ones each token was routed to."""
     renders_pictures: bool = True

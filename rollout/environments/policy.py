@@ -105,10 +105,10 @@ class Policy:
         those that token ids have a placeholder for. Raises RequestRefused (e.g. if the prompt is too long, or
         if the model's chat template knows no tools) or another EngineError.
         """
-        if "response_format" in (more or {}) and not self._client.facts.may_force:
+        if "response_format" in (more or {}) and (setting := self._client.facts.why_no_form):
             raise RequestRefused(
                 "response_format: the loss of this run takes tokens that a form forces for the policy's own "
-                "(trainer.engine_correction=off); use truncated, or ask for the form in the messages"
+                f"({setting}); use truncated, or ask for the form in the messages"
             )
         limit = self.sampling.max_tokens
         sampling = replace(

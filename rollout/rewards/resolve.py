@@ -2,7 +2,8 @@
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rollout.plugins import SUFFIX, PluginError, check_call, is_async, load_function, title_of
@@ -20,9 +21,19 @@ from rollout.tasks.fields import name_of_answer
 from rollout.tasks.reasoning_gym import gym_reward
 from rollout.tasks.task_set import Task
 
+OF_SOURCE = "rollout.rewards."
+
 
 class RewardSettingError(ValueError):
-    """The setting `reward` names no usable function."""
+    """The setting `reward` names no usable function; or one of `rewards`, with which the text begins."""
+
+
+def with_setting(option: str, text: str, problem: str) -> str:
+    """Return the text of a RewardSettingError with the setting that names the reward. `option`: how that of
+    `reward` is typed, `text`: what the error is about.
+    """
+    is_of_source = problem.startswith(OF_SOURCE)
+    return problem if is_of_source else f"{option}{rewards_of_sources(text).general}: {problem}"
 
 
 IN_PROCESSES: dict[str, LibraryReward] = {"math": math_reward, "reasoning_gym": gym_reward}
@@ -39,10 +50,8 @@ def resolve_reward(text: str) -> Reward:
         return general
     by_source = dict[str, Reward]()
     for source, reward in rewards.by_source.items():
-        try:
+        with _named(source, reward):
             by_source[source] = _resolve_sum(reward)
-        except RewardSettingError as error:
-            raise RewardSettingError(f"rollout.rewards.{source}: {error}") from None
     return RewardsBySource(text, rewards.field, general, by_source)
 
 
@@ -94,9 +103,21 @@ def _resolve(name: str) -> Reward:
 
 def refuse_unknown(text: str) -> None:
     """Raise RewardSettingError if the setting names a built-in reward that there is not. Loads nothing."""
-    for reward in rewards_of_sources(text).all():
-        for part in _parts(reward):
-            _refuse_unknown(part.name)
+    rewards = rewards_of_sources(text)
+    for source, reward in {None: rewards.general, **rewards.by_source}.items():
+        with _named(source, reward):
+            for part in _parts(reward):
+                _refuse_unknown(part.name)
+
+
+@contextmanager
+def _named(source: str | None, reward: str) -> Iterator[None]:
+    """Have errors about the reward of a source begin with its setting."""
+    try:
+        yield
+    except RewardSettingError as error:
+        named = "" if source is None else f"{OF_SOURCE}{source}={reward}: "
+        raise RewardSettingError(f"{named}{error}") from None
 
 
 def _refuse_unknown(name: str) -> None:

@@ -122,7 +122,7 @@ def _table(content: dict[str, Any]) -> list[Any]:
     column; an object for each row; or names of columns and lists of values. None are in another object.
     """
     values = list(content.values())
-    if content.keys() == {"columns", "index", "data"}:
+    if {*content} - {"index"} == {"columns", "data"}:
         names, rows = content["columns"], content["data"]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             return []

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -115,9 +116,21 @@ def refuse_parts(words: Sequence[str]) -> None:
             raise SettingsError(f"run launch: '{word}' is no option; {advice}")
 
 
+def refuse_pipes(words: Sequence[str]) -> None:
+    """Raise SettingsError for a `--config` that no other machine can read."""
+    for word, following in pairwise([*words, ""]):
+        option, _, value = word.partition("=")
+        file = value or following
+        if option == "--config" and (file.startswith("/dev/") or Path(file).is_fifo()):
+            raise SettingsError(
+                f"--config {file}: is a pipe, which no other machine can read; write the settings to a file"
+            )
+
+
 def _understood(words: Sequence[str], nodes: int, root: Path) -> str:
     """Return the settings of `words` as `run --dry-run` prints them; SettingsError if it refuses them."""
     refuse_parts(words)
+    refuse_pipes(words)
     for word in words:
         if (name := word.partition("=")[0]) in GIVEN:
             raise SettingsError(

@@ -18,7 +18,7 @@ from coordinator.settings.loading import OPTIONS, option_name
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import is_path
 from rollout.rewards.parts import rewards_of_sources
-from rollout.rewards.resolve import RewardSettingError, refuse_unknown
+from rollout.rewards.resolve import RewardSettingError, refuse_unknown, with_setting
 from rollout.settings import PROGRAMS, SELF
 from rollout.storage.files import exists, is_directory
 from rollout.storage.hashing import facts_of
@@ -236,7 +236,7 @@ def _refuse_unknown_reward(settings: RunSettings) -> None:
     try:
         refuse_unknown(settings.rollout.scoring)
     except RewardSettingError as error:
-        raise SettingsError(f"--reward {settings.rollout.scoring}: {error}") from None
+        raise SettingsError(with_setting("--reward ", settings.rollout.scoring, str(error))) from None
 
 
 def _is_wrong_anywhere(text: str, files: Iterable[str], settings: RunSettings) -> bool:

@@ -67,6 +67,9 @@ class EngineKind:
         self.gpus = gpus
         self.python = python
 
+    def check_arguments(self) -> None:
+        """Raise ServerSettingError for arguments that it can be given on no machine."""
+
     def check(self) -> None:
         """Raise ServerSettingError unless it can be had with these settings on this machine."""
 

@@ -87,13 +87,16 @@ class Vllm(EngineKind):
         if gpus and self._args.get(ROUTES) is not True:
             self.why_no_routes = f"vLLM says its routes with engine.args.{ROUTES}=true alone; give that, too"
 
-    def check(self) -> None:
+    def check_arguments(self) -> None:
         for key, value in self.settings.args.items():
             name = _dashed(key)
             if name in REFUSED:
                 raise ServerSettingError(f"engine.args.{key}: {REFUSED[name]}")
             if name == "data-parallel-size" and not (isinstance(value, int) and value >= 1):
                 raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
+
+    def check(self) -> None:
+        self.check_arguments()
         if not is_importable(self.python):
             raise ServerSettingError(
                 f"--engine vllm: vLLM is not installed for {self.python}; install the extra 'vllm' "

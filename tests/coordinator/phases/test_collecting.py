@@ -11,7 +11,7 @@ from coordinator.node.iteration import Iteration
 from coordinator.node.position import Position
 from coordinator.phases.collecting import _engine, collect_share, drop_outdated, key_of
 from coordinator.protocol.phase import Phase
-from coordinator.settings.loading import build
+from coordinator.settings.loading import build, parse_override
 from rollout.engines.answers import EngineFacts
 from rollout.environments.environment import single_turn
 from rollout.origin import Code, Sampling
@@ -79,17 +79,22 @@ def test_other_settings_make_other_groups(node: Any, iteration: Iteration) -> No
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "kind", "may_force"),
-    [("grpo", "train", True), ("rft", "train", False), ("rft", "eval", True)],
+    ("setting", "kind", "uncorrected"),
+    [
+        ("trainer.algorithm=grpo", "train", ""),
+        ("trainer.algorithm=rft", "train", "trainer.engine_correction=off"),
+        ("trainer.algorithm=rft", "eval", ""),
+        ("trainer.sources.code.algorithm=rft", "train", "trainer.sources.code.engine_correction=off"),
+    ],
 )
 def test_engine_may_force_a_form_where_the_loss_corrects_for_it(
-    node: Any, algorithm: str, kind: str, may_force: bool, tmp_path: Path
+    node: Any, setting: str, kind: str, uncorrected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"image_token_id": 7, "vision_config": {}}')
     node.policies = SimpleNamespace(policy_of=lambda _iteration: SimpleNamespace(directory=tmp_path))
-    node.settings = build({"model": "any", "trainer.algorithm": algorithm})
+    node.settings = build({"model": "any", **dict([parse_override(setting)])})
     node.engine = SimpleNamespace(
         url="http://127.0.0.1:1", model=None, facts=EngineFacts(9), restart_patience_s=lambda _: 1.0
     )
     share: Any = SimpleNamespace(kind=kind, functions=SimpleNamespace(environment=single_turn))
-    assert _engine(node, share).facts == EngineFacts(9, may_force=may_force, placeholder=7)
+    assert _engine(node, share).facts == EngineFacts(9, why_no_form=uncorrected, placeholder=7)

@@ -369,11 +369,29 @@ def test_stream_without_a_suffix_is_told_of_its_mistakes_in_the_language_that_it
         read_file(Path(f"/dev/fd/{opened.fileno()}"))
 
 
-def test_pipe_without_a_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_file, "WRITER_S", 0.1)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SettingsError, match=r"^--config \S+: is a pipe, and nobody writes to it; write the"):
-        read_file(tmp_path / "pipe")
+@pytest.mark.parametrize("begin", [None, b"", b"[rollout]"])
+def test_pipe_to_which_nothing_is_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes | None
+) -> None:
+    monkeypatch.setattr(settings_file, "SILENT_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, begin or b"")
+    if begin is None:
+        os.close(writer)
+    with pytest.raises(SettingsError, match=r"is a pipe to which nothing was written for 0\.1 s; write the"):
+        read_file(pipe)
+    if begin is not None:
+        os.close(writer)
+
+
+def test_pipe_of_a_command_that_wrote_nothing_is_refused_at_once() -> None:
+    pipe, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(SettingsError, match=r"is a pipe that ended without a line; mend the command"):
+        read_file(Path(f"/dev/fd/{pipe}"))
+    os.close(pipe)
 
 
 def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -609,6 +627,36 @@ def test_rewards_to_decouple_are_several(given: dict[str, Any]) -> None:
     assert "decoupled with rollout.rewards.a: it standardises each of the same rewards" in refused(
         {**settings, "rollout.rewards.a": "math"}
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"iterations": 30}, "give 4 of its 120"),
+        ({"iterations": 30, "trainer.passes": 2, "rollout.tasks_per_iteration": 1}, "give 2 of its 60"),
+        ({}, "give so many steps of the run"),
+    ],
+)
+def test_share_of_the_steps_for_a_warm_up_is_refused_with_their_number(
+    given: dict[str, Any], advice: str
+) -> None:
+    given = {"model": "m", "tasks": "t.jsonl", "trainer.global_batch_size": 256, **given}
+    text = refused({**given, "trainer.warmup_steps": 0.03})
+    assert text.startswith("trainer.warmup_steps=0.03 is a share, as TRL's warmup_ratio")
+    assert text.endswith(advice) and "\n" not in text
+    assert "learning_rate" in refused({**given, "trainer.warmup_steps": 0.03, "trainer.learning_rate": 0})
+
+
+def test_source_may_have_dots_in_its_name(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[trainer.sources."open.r1"]\nweight = 2\n[trainer.sources.a.b]\nclip = "none"\n')
+    typed = {"trainer.sources.open.r1.weight": 2, "trainer.sources.a.b.clip": "none"}
+    for overrides in (typed, read_file(config)):
+        settings = build({**overrides, "trainer.sources.a.b.weight": 3})
+        sources = settings.trainer.sources
+        assert sources.keys() == {"open.r1", "a.b"} and sources["open.r1"].weight == 2
+        assert sources["a.b"].weight == 3 and sources["a.b"].clip == "none"
+        assert contradictions(settings, typed) == [] and overlay(settings, typed) == settings
 
 
 def test_sources_of_tasks_are_tables_with_names_of_the_user(tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("actor.optim.warmup_style", "trainer.schedule"),
         ("vllm_importance_sampling_cap", "trainer.engine_correction_cap"),
         ("num_generations_eval", "eval.samples_per_task"),
+        ("train_batch_size", "trainer.global_batch_size"),
+        ("rollout_batch_size", "rollout.tasks_per_iteration"),
+        ("n_samples_per_prompt", "rollout.samples_per_task"),
+        ("eval.steps", "eval.interval"),
+        ("eval.dataset", "eval_tasks"),
+        ("eval.n_samples_per_prompt", "eval.samples_per_task"),
+        ("ckpt.max_num", "checkpoints.keep_last"),
+        ("ds.tensor_parallel_size", "trainer.tensor_parallel_size"),
+        ("actor.router_replay.mode", "trainer.routing_replay"),
+        ("actor.optim.clip_grad", "trainer.clip_norm"),
+        ("algo.advantage.is_correction_threshold", "trainer.engine_correction_cap"),
+        ("use_adaptive_entropy", "trainer.entropy_target"),
+        ("ddp_timeout", "trainer.collective_timeout_s"),
+        ("fp16", "trainer.compute_dtype"),
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
@@ -148,10 +162,46 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("actor_rollout_ref.model.trust_remote_code", "code of a model is never run"),
         ("rollout.do_sample", "samples are always drawn"),
         ("--machine_rank", "--worker RANK"),
+        ("delta", "set trainer.clip=dual and trainer.dual_clip"),
+        ("actor_rollout_ref.rollout.data_parallel_size", "engine.tensor_parallel_size leaves"),
+        ("model.ep", "no pipeline and no expert parallelism"),
+        ("algo.kl.target", "trainer.kl_coefficient stays as it is"),
+        ("algo.kl.use_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
+        ("logger.wandb.group", "--log-path DIR"),
+        ("train.colocate_all", "--place rollout=0-5"),
+        ("actor.optim.min_lr_ratio", "falls to 0 at the end of the run"),
+        ("sapo_temperature_neg", "trainer.clip=soft"),
+        ("data.prompt_probs", "rollout.ratio.SOURCE=SHARE"),
+        ("actor_rollout_ref.actor._target_", "nothing here needs it"),
+        ("model_init_kwargs", "config.json"),
+        ("vllm_importance_sampling_clip_min", "the inverse of its cap"),
+        ("entropy_coef_max", "has no bounds"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
     assert advice in near_setting(typed, KNOWN) and "did you mean" not in near_setting(typed, KNOWN)
+
+
+def test_number_for_delta_is_the_bound_of_trl_and_a_truth_the_setting_of_checkpoints() -> None:
+    assert near_setting("delta", KNOWN, {"delta": 4.0}) == "set trainer.clip=dual and trainer.dual_clip=4.0"
+    assert near_setting("delta", KNOWN, {"delta": True}) == "did you mean checkpoints.delta?"
+
+
+def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() -> None:
+    for name in (
+        "ppo_micro_batch_size_per_gpu",
+        "log_prob_micro_batch_size_per_gpu",
+        "micro_train_batch_size",
+    ):
+        assert near_setting(name, KNOWN) == (
+            "did you mean trainer.max_tokens_per_microbatch? (in tokens, for memory alone: theirs, in "
+            "samples, needs no equal)"
+        )
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        text = near_setting(name, KNOWN)
+        assert "trainer.global_batch_size" in text and "x processes)" in text
+    text = near_setting("vllm_importance_sampling_clip_max", KNOWN)
+    assert "of a token; with TRL's" in text and "trainer.engine_sequence_cap" in text
 
 
 def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its_row() -> None:

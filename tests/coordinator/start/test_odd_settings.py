@@ -40,6 +40,16 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
             {"engine__kind": "torch", "engine__args__max-model-len": 64},
             "engine.args.max-model-len does nothing with --engine torch; it is for vLLM",
         ),
+        (
+            {"trainer__sources__math__kl_coefficient": 0.1},
+            "trainer.sources.math.kl_coefficient=0.1 does nothing with trainer.sources.math.kl=off; "
+            "give trainer.sources.math.kl=k3 as well",
+        ),
+        (
+            {"trainer__algorithm": "sft", "tasks": "d.jsonl", "rollout__rewards__math": "math"},
+            "rollout.rewards.math does nothing with rollout.environment=demonstration: it has its own",
+        ),
+        ({"rollout__environment": "gym:a:B", "rollout__reward": "math"}, "rollout.reward does nothing with"),
         ({"trainer__dual_clip": 2.0}, "trainer.dual_clip=2.0 does nothing with trainer.clip="),
         (
             {"trainer__algorithm": "sapo", "trainer__clip_low": 0.1},
@@ -79,6 +89,13 @@ def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__lora__alpha=16, trainer__lora__rank=8)
     assert not warnings(trainer__algorithm="sft", tasks="demonstrations.jsonl")
     assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
+    assert not warnings(trainer__sources__math__algorithm="grpo", trainer__sources__math__kl_coefficient=0.1)
+    scored: dict[str, Any] = {
+        "tasks": "demonstrations.jsonl",
+        "eval_tasks": "e.jsonl",
+        "rollout__reward": "math",
+    }
+    assert not warnings(trainer__algorithm="sft", **scored), "the evaluation asks it"
     assert not warnings(iterations=1), "nobody has asked for a learning rate"
     assert not warnings(iterations=1, rl_phase="rollout", rollout_split="train-only")
 

@@ -243,6 +243,38 @@ def test_length_beyond_the_models_positions_is_refused_by_a_dry_run(tmp_path: Pa
         check_named(loading.build(given), given)
 
 
+@pytest.mark.parametrize("source", ["hf:a/b", ""])
+def test_argument_that_no_server_is_given_is_refused_where_there_is_no_vllm(
+    tmp_path: Path, source: str
+) -> None:
+    given: dict[str, Any] = {
+        "tasks": source or tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"}),
+        "engine.args.tensor_parallel_size": 2,
+    }
+    refused = pytest.raises(
+        SettingsError, match=r"^engine.args.tensor_parallel_size: .* give engine.tensor_p"
+    )
+    with refused:
+        check_named(loading.build(given), given)
+    with pytest.raises((SettingsError, ServerSettingError), match=r"^engine.args.tensor_parallel_size: "):
+        load_inputs(loading.build(given), given)
+    check_named(loading.build(given | {"engine.kind": "torch"}), given)
+
+
+def test_name_of_a_model_that_a_directory_began_a_run_with_is_not_called_another(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_model(tmp_path / "data" / "Qwen3", {})
+    run_dir = tmp_path / "run"
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    given = {"tasks": tasks, "model": "Qwen3", "data_path": str(tmp_path / "data")}
+    start_master(StartRequest(run_dir, overrides=given))
+    other = {**given, "model": "Qwen/Qwen3"}
+    check_named(loading.build(other), other, run_dir)
+    (tmp_path / "data" / "Qwen3").rename(tmp_path / "data" / "gone")
+    with pytest.raises(SettingsError, match="--model is Qwen/Qwen3, but this run was started with Qwen3"):
+        check_named(loading.build(other), other, run_dir)
+
+
 # ---- a server of the user's
 
 

@@ -11,6 +11,7 @@ from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import resolve_environment
 from rollout.loaded_code import code_of
 from rollout.rewards.resolve import resolve_reward
+from rollout.settings import RolloutSettings
 
 SOURCE = """
 import os
@@ -53,6 +54,20 @@ def test_node_learns_what_names_stand_for_and_imports_nothing(
     assert loaded.reward == resolve_reward("learnt_code:score=0.5 + exact").code
     assert loaded.environment == code_of("learnt_code:given", resolve_environment("learnt_code:given"))
     sys.modules.pop("learnt_code")
+
+
+def test_reward_of_a_source_is_refused_by_its_own_setting() -> None:
+    for given, text in (
+        ({"rewards": {"math": "mth"}}, "rollout.rewards.math=mth: reward 'mth': did you mean math?"),
+        ({"rewards": {"math": "math=x"}}, "rollout.rewards.math=math=x: the weight 'x'"),
+        (
+            {"rewards": {"math": "math"}, "reward": "exat"},
+            "--reward exat: reward 'exat': did you mean",
+        ),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            load_functions(RolloutSettings.model_validate(given).scoring, "single_turn")
+        assert str(refused.value).startswith(text)
 
 
 def test_module_is_read_once_whatever_its_file_becomes(

@@ -175,7 +175,7 @@ def test_form_is_refused_where_the_loss_does_not_correct_for_it() -> None:
         return await agent.post({"messages": user("a"), "response_format": {"type": "json_object"}})
 
     client = ScriptedClient("1.")
-    client.facts = EngineFacts(may_force=False)
+    client.facts = EngineFacts(why_no_form="trainer.engine_correction=off")
     (status, text), samples = run_session(client, play)
     message = json.loads(text)["error"]["message"]
     assert status == 400 and "trainer.engine_correction=off" in message and "\n" not in message

@@ -19,6 +19,10 @@ DOCUMENTS = {
     "rows of pandas": {"0": {"prompt": "a", "answer": "b"}, "1": {"prompt": "c", "answer": "d"}},
     "rows of pandas by name": {"r1": {"prompt": "a", "answer": "b"}, "r2": {"prompt": "c", "answer": "d"}},
     "split by pandas": {"columns": ["prompt", "answer"], "index": [0, 1], "data": [["a", "b"], ["c", "d"]]},
+    "split by pandas without an index": {
+        "columns": ["prompt", "answer"],
+        "data": [["a", "b"], ["c", "d"]],
+    },
 }
 
 

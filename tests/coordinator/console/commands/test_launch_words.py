@@ -28,6 +28,12 @@ def ssh(tmp_path: Path) -> str:
         ("a,b", ["--num-nodes=2"], "leave --num-nodes out"),
         ("a,b", ["cluster.num_nodes=2"], "leave cluster.num_nodes out"),
         ("a,b", ["--rank-weights", "2,1,1"], "--rank-weights 2,1,1 has 3 weights for --num-nodes 2"),
+        (
+            "a,b",
+            ["--config", "/dev/fd/63"],
+            "--config /dev/fd/63: is a pipe, which no other",
+        ),
+        ("a,b", ["--config=/dev/stdin"], "--config /dev/stdin: is a pipe"),
         ("a,b", ["--nodes", "3"], "No such option: --nodes"),
     ],
 )

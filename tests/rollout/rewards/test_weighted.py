@@ -142,7 +142,9 @@ def test_rewards_of_sources_are_checked_and_refused_by_the_name_of_the_source() 
     with pytest.raises(ValueError, match="numeric: its answer 'x' holds no number"):
         check_task(BOTH.scoring, {"id": "a", "source": "math", "answer": "x"})
     wrong = RolloutSettings.model_validate({"rewards": {"math": "mth"}})
-    with pytest.raises(RewardSettingError, match=r"rollout.rewards.math: reward 'mth': did you mean math\?"):
+    with pytest.raises(
+        RewardSettingError, match=r"rollout.rewards.math=mth: reward 'mth': did you mean math\?"
+    ):
         resolve_reward(wrong.scoring)
     with pytest.raises(ValueError, match=r"rollout.rewards.a: b: a source has no ': '"):
         RolloutSettings.model_validate({"rewards": {"a: b": "math"}})

@@ -11,7 +11,7 @@ _INSTEAD = {
     ),
     "set both trainer.kl=k3 and trainer.kl_coefficient": (
         "beta use_kl_loss kl_loss_coef kl_loss_type kl_penalty kl_estimator kl.estimator kl.use_loss "
-        "use_kl_estimator_k3"
+        "use_kl_estimator_k3 kl_weight kl_penalty_coef kl_beta"
     ),
     (
         "set both trainer.kl=k3 and trainer.kl_coefficient; for KL in the reward, k1 and "
@@ -20,23 +20,25 @@ _INSTEAD = {
     "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward": "use_kl_in_reward",
     "there is no critic; trainer.advantage says what a reward is compared with": (
         "critic critic_warmup gamma lam lambd value_clip critic_pretrain critic_learning_rate "
-        "freezing_actor_steps max_critic_ckpt_to_keep"
+        "freezing_actor_steps max_critic_ckpt_to_keep vf_coef cliprange_value"
     ),
     "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration": (
-        "epochs num_epochs num_episodes num_train_epochs total_epochs"
+        "epochs num_epochs num_episodes num_train_epochs total_epochs total_episodes episodes n_epochs "
+        "num_iters num_train_steps"
     ),
     "a file of settings is given as --config FILE": "config config_file",
     "a run is known by its directory: --log-path DIR": (
-        "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name save_path "
-        "ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir wandb.group "
-        "ckpt.path"
+        "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name "
+        "save_path ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir "
+        "wandb.group ckpt.path wandb_name checkpoint_dir save_dir"
     ),
-    "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation",
+    "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation truncation_mode",
     "rows are packed without padding where the model can do that": (
         "use_remove_padding packing packing_samples padding_free group_by_length"
     ),
     "the same command again resumes a run": (
-        "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step load_enable"
+        "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step "
+        "load_enable resume_ckpt"
     ),
     "run export writes a directory for the Hub": (
         "push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_always_push hub_revision"
@@ -52,7 +54,7 @@ _INSTEAD = {
     "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score": "remote_rm_url remote_url",
     "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
         "multi_turn tools tool_config_path agent_func_path agent max_assistant_turns "
-        "max_tool_calling_iterations"
+        "max_tool_calling_iterations max_turns max_user_turns"
     ),
     "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
         "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models "
@@ -64,23 +66,28 @@ _INSTEAD = {
     ),
     "an argument of vLLM is given as engine.args.NAME=VALUE, e.g. engine.args.enforce_eager=true": (
         "enforce_eager engine_kwargs load_format cudagraph_capture_sizes scheduling_policy "
-        "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space vllm_model_impl"
+        "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space vllm_model_impl "
+        "quantization fp8 kv_cache_offload"
     ),
     "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
     "microbatches always have trainer.max_tokens_per_microbatch tokens": (
         "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz dynamic_batch_enable"
     ),
-    "`messages` get the template; a text in `prompt` with columns.messages=prompt": "apply_chat_template",
+    "`messages` get the template; a text in `prompt` with columns.messages=prompt": (
+        "apply_chat_template input_template"
+    ),
     "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
     "trainer.advantage compares rewards within their group": "normalize_enable normalize_reward",
-    "a reward model is a server: --reward http://HOST:PORT/score": "reward_model reward_pretrain",
+    "a reward model is a server: --reward http://HOST:PORT/score": (
+        "reward_model reward_pretrain reward_model_path"
+    ),
     "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
     "every iteration is written to metrics.jsonl; run status --watch shows it": (
         "logging_steps logging_strategy logging_first_step log_extras.interval"
     ),
     "the engine makes its batches by itself; rollout.concurrency limits them": (
         "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size val_batch_size "
-        "vllm_generate_batch_size"
+        "vllm_generate_batch_size local_rollout_forward_batch_size"
     ),
     "rollout.dynamic_sampling=true generates further tasks until there are enough": "gen_batch_size",
     "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
@@ -94,7 +101,7 @@ _INSTEAD = {
     "give --eval-tasks verifiers:NAME, with ,PARAMETER=VALUE": "eval.env",
     "theirs is both together: rollout.max_prompt_tokens and rollout.max_tokens": "max_len",
     "no sample is cut: rollout.max_prompt_tokens and rollout.max_tokens are how long its parts may be": (
-        "max_length max_seq_length"
+        "max_length max_seq_length max_seq_len seq_length"
     ),
     "tasks are always shuffled, by rollout.seed": "shuffle shuffle_dataset validation_shuffle",
     "every checkpoint is a directory of Hugging Face's": (
@@ -104,7 +111,7 @@ _INSTEAD = {
         "save_only_model disable_ds_ckpt disable_ds"
     ),
     "the reference stays the model that the run started from; leave it out": (
-        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"
+        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha ref_model reference_model ref_model_path"
     ),
     "samples are drawn by the policy's own probabilities, on which it is trained; leave it out": (
         "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty "
@@ -135,7 +142,9 @@ _INSTEAD = {
         "machine_rank local_rank main_process_ip main_process_port master_port rdzv_backend same_network"
     ),
     "fetch the revision, and give its directory as --model DIR": "model_revision",
-    "an adapter is trained where trainer.lora.rank is set": "enable_lora",
+    "an adapter is trained where trainer.lora.rank is set": (
+        "enable_lora max_lora_rank max_loras max_cpu_loras"
+    ),
     "the engine reads its weights from the run directory": (
         "vllm_sync_backend sync_backend sync_with_ray weight_broadcast update_weights_bucket_megabytes "
         "rollout_transport"
@@ -144,27 +153,29 @@ _INSTEAD = {
         "remove_unused_columns dataloader_num_workers balance_batch calculate_log_probs rollout.mode "
         "trainer.device dataloader_drop_last average_tokens_across_devices pad_to_multiple_of "
         "disable_dropout ds3_gather_for_generation use_liger use_liger_kernel use_liger_loss "
-        "attn_implementation flash_attn use_fused_kernels filter_overlong_prompts_workers return_raw_chat "
-        "hybrid_engine use_shm entropy_checkpointing forward_prefetch reshard_after_forward "
-        "wrap_policy.min_num_params weights.interval fsdp_auto_wrap_policy fsdp_backward_prefetch "
-        "fsdp_transformer_layer_cls_to_wrap fsdp_version fsdp_state_dict_type fsdp_reshard_after_forward "
-        "fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading zero3_init_flag "
-        "compute_environment downcast_bf16 auto_find_batch_size torch_empty_cache_steps disable_tqdm "
-        "model.attn precompute_ref_log_probs _target_ deepcompile overlap_comm "
-        "gradient_checkpointing_reentrant gradient_checkpointing_kwargs activation_checkpointing_kwargs "
-        "disable_fast_tokenizer use_universal_ckpt ring_attn_head_stride experts_implementation "
-        "ref.offload reward.offload use_orig_params entropy_from_logits_with_chunking forward_only "
-        "calculate_entropy load_contents async_save del_local_ckpt_after_load "
-        "ray_wait_register_center_timeout use_legacy_worker_impl disable_log_stats multi_stage_wake_up "
-        "skip_tokenizer_init layered_summon return_raw_input_ids return_full_prompt "
-        "return_multi_modal_inputs cache_implementation use_transformers_paged "
+        "attn_implementation flash_attn use_fused_kernels filter_overlong_prompts_workers "
+        "return_raw_chat hybrid_engine use_shm entropy_checkpointing forward_prefetch "
+        "reshard_after_forward wrap_policy.min_num_params weights.interval fsdp_auto_wrap_policy "
+        "fsdp_backward_prefetch fsdp_transformer_layer_cls_to_wrap fsdp_version fsdp_state_dict_type "
+        "fsdp_reshard_after_forward fsdp_use_orig_params fsdp_sync_module_states "
+        "fsdp_cpu_ram_efficient_loading zero3_init_flag compute_environment downcast_bf16 "
+        "auto_find_batch_size torch_empty_cache_steps disable_tqdm model.attn precompute_ref_log_probs "
+        "_target_ deepcompile overlap_comm gradient_checkpointing_reentrant "
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs disable_fast_tokenizer "
+        "use_universal_ckpt ring_attn_head_stride experts_implementation ref.offload reward.offload "
+        "use_orig_params entropy_from_logits_with_chunking forward_only calculate_entropy load_contents "
+        "async_save del_local_ckpt_after_load ray_wait_register_center_timeout use_legacy_worker_impl "
+        "disable_log_stats multi_stage_wake_up skip_tokenizer_init layered_summon return_raw_input_ids "
+        "return_full_prompt return_multi_modal_inputs cache_implementation use_transformers_paged "
         "use_transformers_continuous_batching vllm_group_port streaming dataset_streaming "
         "dataset_num_proc preprocessing_num_workers bf16_full_eval fp16_full_eval tf32 matmul_precision "
-        "reduce_dtype buffer_dtype grad_accum_dtype optimization_dtype save_on_each_node log_on_each_node "
-        "torch_compile_backend torch_compile_mode do_train dataloader_pin_memory "
+        "reduce_dtype buffer_dtype grad_accum_dtype optimization_dtype save_on_each_node "
+        "log_on_each_node torch_compile_backend torch_compile_mode do_train dataloader_pin_memory "
         "dataloader_persistent_workers dataloader_prefetch_factor ddp_find_unused_parameters "
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend use_cache liger_kernel_config "
-        "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics prediction_loss_only"
+        "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics prediction_loss_only "
+        "max_workers use_flash_attention sync_interval weight_sync_interval image_patch_size "
+        "max_images_per_prompt"
     ),
     "run eval scores a checkpoint, or --model, alone": "val_only",
     "rollout.task_sampling=curriculum takes rather tasks that are solved sometimes": (
@@ -173,7 +184,9 @@ _INSTEAD = {
     "the loss of a pair is DPO's with trainer.pair_beta alone; leave it out": (
         "rpo_alpha ld_alpha label_smoothing loss_weights use_weighting discopop_tau f_divergence_type"
     ),
-    "4 bits are trainer.lora.base_dtype=nf4; there are no 8": "load_in_8bit",
+    "4 bits are trainer.lora.base_dtype=nf4; there are no 8": (
+        "load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"
+    ),
     "routers have no loss of their own; leave it out": (
         "aux_loss_coef router_aux_loss_coef output_router_logits moe_aux_loss_coeff"
     ),
@@ -182,7 +195,9 @@ _INSTEAD = {
     ),
     "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
     "trainer.engine_correction corrects for what engine and trainer differ in; leave it out": "kl_tau",
-    "metrics.sinks=wandb; it reads WANDB_API_KEY": "use_wandb wandb.key wandb_api_key",
+    "metrics.sinks=wandb; it reads W&B's variables, e.g. WANDB_API_KEY and WANDB_ENTITY": (
+        "use_wandb wandb.key wandb_api_key wandb_entity wandb.entity wandb_org wandb.org wandb_mode"
+    ),
     "the GPUs that engine.tensor_parallel_size leaves hold further replicas; leave it out": (
         "data_parallel_size"
     ),
@@ -194,7 +209,7 @@ _INSTEAD = {
     ),
     "metrics.sinks=tensorboard writes into the run directory": "tensorboard_dir use_tensorboard",
     "a learning rate falls to 0 at the end of the run, by trainer.schedule; leave it out": (
-        "min_lr min_lr_ratio lr_min_ratio num_cycles lr_scheduler_kwargs decay_steps"
+        "min_lr min_lr_ratio lr_min_ratio num_cycles lr_scheduler_kwargs decay_steps learning_rate_min"
     ),
     "an optimizer has trainer.betas, trainer.eps and trainer.weight_decay alone; leave it out": (
         "optimizer_impl override_optimizer_config optim_args momentum nesterov"
@@ -206,11 +221,15 @@ _INSTEAD = {
         "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
     ),
     "trainer.aggregation=constant divides by rollout.max_tokens; leave it out": "loss_scale_factor",
-    "a sample ends where the model ends it; leave it out": "ignore_eos",
-    "tokenizer and configuration are those in the directory of --model; leave it out": (
-        "tokenizer tokenizer_path tokenizer_name_or_path hf_config_path"
+    "a sample ends where the model ends it; leave it out": (
+        "ignore_eos stop_token stop_token_id stop_token_ids eos_token_id"
     ),
-    "write it into the config.json in the directory of --model": "override_config model_init_kwargs",
+    "tokenizer and configuration are those in the directory of --model; leave it out": (
+        "tokenizer tokenizer_path tokenizer_name_or_path hf_config_path pad_token tokenizer_name"
+    ),
+    "write it into the config.json in the directory of --model": (
+        "override_config model_init_kwargs rope_scaling"
+    ),
     "put it into the directory of --model, as chat_template.jinja": (
         "custom_chat_template chat_template_path"
     ),
@@ -226,10 +245,15 @@ _INSTEAD = {
     "a step has trainer.global_batch_size samples, however long they are": "token_batch_size",
     "set trainer.clip=divergence, trainer.clip_low and trainer.clip_high": "dppo_mask_low dppo_mask_high",
     "layers are computed again: trainer.activation_checkpointing=true": (
-        "activation_offloading ac_offloading enable_activation_offload"
+        "activation_offloading ac_offloading enable_activation_offload activation_offload"
     ),
     "a higher score is better; leave it out": "greater_is_better",
     "a machine without GPUs trains on its CPU; CUDA_VISIBLE_DEVICES= hides them": "use_cpu",
+    "a reward counts as its function returns it; leave it out": "reward_clip_range",
+    "a run with trainer.algorithm=sft goes before; no other loss is added": (
+        "ptx_coef ptx_path pretrain_data pretrain_split"
+    ),
+    "it is an option: --dry-run": "dry_run",
 }
 
 

@@ -22,7 +22,8 @@ _NAMES = {
     "trainer.eps": "adam_epsilon",
     "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping clip_grad",
     "trainer.global_batch_size": (
-        "batch_size train_batch_size ppo_mini_batch_size gradient_accumulation_steps train.batch_size"
+        "batch_size train_batch_size ppo_mini_batch_size gradient_accumulation_steps train.batch_size "
+        "num_mini_batches accumulate_grad_batches"
     ),
     "trainer.max_tokens_per_microbatch": (
         "per_device_train_batch_size micro_batch_size micro_train_batch_size train_max_tokens_per_gpu "
@@ -31,11 +32,14 @@ _NAMES = {
         "rollout_max_tokens_per_gpu"
     ),
     "trainer.activation_checkpointing": (
-        "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable ac.freq"
+        "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable ac.freq ac"
     ),
     "trainer.compile": "use_torch_compile torch_compile",
-    "trainer.clip_low": "epsilon clip_range clip_ratio clip_ratio_low eps_clip eps_clip_low_high",
-    "trainer.clip_high": "epsilon_high clip_ratio_high",
+    "trainer.clip_low": (
+        "epsilon clip_range clip_ratio clip_ratio_low eps_clip eps_clip_low_high clip_eps clip_epsilon "
+        "cliprange"
+    ),
+    "trainer.clip_high": "epsilon_high clip_ratio_high eps_high clip_eps_high",
     "trainer.algorithm": "loss_type algo adv_estimator advantage_estimator advantage.estimator",
     "trainer.lora.rank": "lora_r use_peft peft_config r lora_rank",
     "trainer.lora.alpha": "lora_alpha",
@@ -49,7 +53,7 @@ _NAMES = {
     "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len filter_overlong_prompts",
     "rollout.samples_per_task": (
         "num_generations num_return_sequences group_size n n_samples_per_prompt rollouts_per_example "
-        "rollouts_per_prompt rollout_n"
+        "rollouts_per_prompt rollout_n rloo_k"
     ),
     "rollout.tasks_per_iteration": (
         "rollout_batch_size prompts_per_step data.train_batch_size generation_batch_size "
@@ -60,22 +64,25 @@ _NAMES = {
     "rollout.reward": "reward_fn reward_funcs",
     "rollout.environment": "env",
     "iterations": "steps max_steps total_steps total_training_steps",
-    "eval_tasks": "eval_dataset val_files dataset_test_split eval.dataset eval.split",
+    "eval_tasks": "eval_dataset val_files dataset_test_split eval.dataset eval.split eval_split",
     "tasks": (
         "dataset train_dataset dataset_name train_files prompt_data dataset_config dataset_configs "
         "dataset_split dataset_train_split max_samples train_max_samples prompt_dataset prompt_split "
         "data_split"
     ),
-    "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name",
+    "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name sft_model_path",
     "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num ckpt.max_num",
-    "cluster.max_async_level": "async_queue_size async_train async_enable",
+    "cluster.max_async_level": (
+        "async_queue_size async_train async_enable async_level max_staleness staleness"
+    ),
     "metrics.sinks": "report_to logger wandb",
     "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes num_machines",
     "cluster.expect_gpus": "gpus num_gpus n_gpus_per_node actor_num_gpus_per_node",
     "trainer.aggregation": "loss_agg_mode use_token_level_loss",
     "trainer.freeze_vision": "freeze_vision_tower freeze_multi_modal_projector freeze_vision_encoder",
     "trainer.advantage": (
-        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm multi_objective_aggregation no_std_norm"
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm multi_objective_aggregation "
+        "no_std_norm whiten_rewards normalize_advantages"
     ),
     "trainer.ratio": "importance_sampling_level policy_loss_type loss_mode",
     "trainer.engine_correction": (
@@ -83,23 +90,27 @@ _NAMES = {
         "vllm_is_correction_type vllm_enable_is_correction use_icepop vllm_importance_sampling_mode "
         "rollout_is rollout_rs is_correction_enable is_correction_type"
     ),
-    "trainer.overlong": "mask_truncated_completions stop_properly_penalty_coef",
+    "trainer.overlong": "mask_truncated_completions stop_properly_penalty_coef missing_eos_penalty",
     "trainer.cpu_offload": (
         "param_offload optimizer_offload fsdp_cpu_offload adam_offload fsdp_offload_params "
-        "offload_optimizer_device offload_param_device offload_policy grad_offload"
+        "offload_optimizer_device offload_param_device offload_policy grad_offload "
+        "cpu_offload_optimizer"
     ),
-    "rollout.chat_template": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
+    "rollout.chat_template": (
+        "chat_template_kwargs apply_chat_template_kwargs enable_thinking reasoning_effort"
+    ),
     "rollout.dynamic_sampling": (
         "filter_groups dynamic_filtering filter_groups.enable dynamic_filtering_reward_range "
         "online_difficulty_filtering dynamic_filtering_enable"
     ),
     "rollout.over_sample": "oversampling_factor over_sample_rate",
-    "trainer.passes": "num_iterations ppo_epochs max_epochs",
+    "trainer.passes": "num_iterations ppo_epochs max_epochs num_ppo_epochs",
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
     "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
     "trainer.compute_dtype": (
-        "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype fsdp_config.dtype fp16"
+        "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype fsdp_config.dtype fp16 "
+        "precision"
     ),
     "trainer.layout": (
         "strategy fsdp deepspeed zero_optimization.stage distributed_type sharding_strategy "
@@ -113,7 +124,7 @@ _NAMES = {
     "trainer.context_parallel": (
         "ulysses_sequence_parallel_size context_parallel_size ring_attn_size cp sp_size"
     ),
-    "eval.max_tasks": "val_max_samples eval.num_examples",
+    "eval.max_tasks": "val_max_samples eval.num_examples num_examples",
     "engine.url": "vllm_server_base_url vllm_server_host vllm_server_port",
     "engine.args.max_num_batched_tokens": "max_num_batched_tokens",
     "engine.args.max_num_seqs": "max_num_seqs",
@@ -156,7 +167,9 @@ _NOTES = {
         "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio"
     ),
     "in samples: theirs x rollout.samples_per_task": "ppo_mini_batch_size",
-    "the samples of a step: theirs x per_device_train_batch_size x processes": "gradient_accumulation_steps",
+    "the samples of a step: theirs x per_device_train_batch_size x processes": (
+        "gradient_accumulation_steps accumulate_grad_batches"
+    ),
     (
         "in tokens, for memory alone: theirs, in samples, needs no equal; trainer.global_batch_size is "
         "theirs x gradient_accumulation_steps x processes"
@@ -180,20 +193,20 @@ _NOTES = {
     "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
     "in samples": "train.batch_size",
-    "in tasks": "rollout.batch_size rollout_batch_size",
+    "in tasks": "rollout.batch_size rollout_batch_size data.train_batch_size",
     "theirs / rollout.samples_per_task": "generation_batch_size",
     "theirs x the samples of a step / rollout.samples_per_task": "steps_per_generation",
     "as hf:NAME:CONFIG:SPLIT": (
-        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split prompt_split "
-        "data_split eval.split"
+        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split "
+        "prompt_split data_split eval.split eval_split"
     ),
     "cut the split: hf:NAME:CONFIG:train[:1000]": "max_samples train_max_samples",
     "in iterations, 0 for false": "do_eval",
     "0 for false": "val_kwargs.do_sample",
     "token for true, sequence for false": "use_token_level_loss",
-    "keep, penalise or drop": "stop_properly_penalty_coef",
+    "keep, penalise or drop": "stop_properly_penalty_coef missing_eos_penalty",
     "times rollout.tasks_per_iteration": "max_num_gen_batches",
-    "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range",
+    "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range clip_eps clip_epsilon cliprange",
     "the second of theirs is trainer.clip_high": "eps_clip_low_high",
     "truncated for tis, masked for icepop": "vllm_is_correction_type is_correction_type",
     "truncated for true, off for false": (
@@ -244,6 +257,9 @@ _NOTES = {
     "the one seed of a run": "data_seed data_loader_seed",
     "with trainer.clip=dual": "clip_ratio_c",
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
+    "whitened for true": "whiten_rewards normalize_advantages",
+    "the samples of an iteration / theirs": "num_mini_batches",
+    "as rollout.chat_template.reasoning_effort=VALUE": "reasoning_effort",
 }
 """What the value is here, for names whose value is another one."""
 _VALUES = {

@@ -16,6 +16,8 @@ means `gpus` with `bogus`, or `batch_size` with `gen_batch_size`.
 SHOWN = 4
 """So many settings of a section are named, and so many unknown ones are answered on one line."""
 NONE: Mapping[str, Any] = MappingProxyType({})
+_NOT_HERE = ("critic", "reward_model")
+"""Sections of others that have no equal, whatever is in them."""
 ALL_SHOWN = "run --dry-run shows all settings"
 
 
@@ -111,6 +113,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     values of all settings that were given, by name.
     """
     word = _plain(typed)
+    if section := next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None):
+        return ANSWERS[section]
     if _pair(word) in ALIASES:  # closer than what holds for its whole section
         return None
     if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):

@@ -92,6 +92,9 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("use_adaptive_entropy", "trainer.entropy_target"),
         ("ddp_timeout", "trainer.collective_timeout_s"),
         ("fp16", "trainer.compute_dtype"),
+        ("rloo_k", "rollout.samples_per_task"),
+        ("max_staleness", "cluster.max_async_level"),
+        ("eval_split", "eval_tasks"),
     ],
 )
 def test_setting_is_found_by_the_names_of_the_field_and_by_its_spelling(typed: str, found: str) -> None:
@@ -176,6 +179,12 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("model_init_kwargs", "config.json"),
         ("vllm_importance_sampling_clip_min", "the inverse of its cap"),
         ("entropy_coef_max", "has no bounds"),
+        ("critic.model.fsdp_config.dtype", "there is no critic"),
+        ("reward_model.model.path", "--reward http://HOST:PORT/score"),
+        ("n_epochs", "give --iterations"),
+        ("max_seq_len", "no sample is cut"),
+        ("ptx_coef", "trainer.algorithm=sft goes before"),
+        ("wandb_entity", "metrics.sinks=wandb"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
@@ -200,6 +209,7 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         text = near_setting(name, KNOWN)
         assert "trainer.global_batch_size" in text and "x processes)" in text
+    assert near_setting("data.train_batch_size", KNOWN).endswith("tasks_per_iteration? (in tasks)")
     text = near_setting("vllm_importance_sampling_clip_max", KNOWN)
     assert "of a token; with TRL's" in text and "trainer.engine_sequence_cap" in text
 

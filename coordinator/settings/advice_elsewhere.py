@@ -195,7 +195,7 @@ _INSTEAD = {
     ),
     "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
     "trainer.engine_correction corrects for what engine and trainer differ in; leave it out": "kl_tau",
-    "metrics.sinks=wandb; it reads W&B's variables, e.g. WANDB_API_KEY and WANDB_ENTITY": (
+    "metrics.sinks=wandb; it reads WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE": (
         "use_wandb wandb.key wandb_api_key wandb_entity wandb.entity wandb_org wandb.org wandb_mode"
     ),
     "the GPUs that engine.tensor_parallel_size leaves hold further replicas; leave it out": (

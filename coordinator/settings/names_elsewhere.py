@@ -143,7 +143,7 @@ _NAMES = {
     "rollout.dynamic_limit": "max_num_gen_batches",
     "trainer.engine_correction_cap": (
         "vllm_is_truncated_threshold vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
-        "rollout_is_threshold tis_imp_ratio_cap is_correction_threshold"
+        "rollout_is_threshold tis_imp_ratio_cap is_correction_threshold rollout_rs_threshold"
     ),
     "trainer.undesirable_weight": "desirable_weight",
     "trainer.pair_beta": "dpo_beta kto_beta",
@@ -160,6 +160,7 @@ _NAMES = {
     "trainer.entropy_target": "use_adaptive_entropy",
     "trainer.keep_flat_groups": "filter_zero_advantages",
     "trainer.collective_timeout_s": "ddp_timeout nccl_timeout dist_timeout_seconds",
+    "engine.args.dtype": "rollout.dtype",
 }
 """Their names of each setting."""
 _NOTES = {
@@ -260,6 +261,7 @@ _NOTES = {
     "whitened for true": "whiten_rewards normalize_advantages",
     "the samples of an iteration / theirs": "num_mini_batches",
     "as rollout.chat_template.reasoning_effort=VALUE": "reasoning_effort",
+    "with rollout_rs=geometric trainer.engine_sequence_cap": "rollout_rs_threshold",
 }
 """What the value is here, for names whose value is another one."""
 _VALUES = {

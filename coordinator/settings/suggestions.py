@@ -119,6 +119,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         return None
     if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):
         return "did you mean trainer.pair_beta?"
+    if word == "dtype":
+        return "did you mean trainer.compute_dtype, or engine.dtype of the embedded engine?"
     if word == "delta" and not isinstance(values.get(typed), bool):  # TRL's bound, no checkpoints.delta
         bound = values.get(typed)
         return f"set trainer.clip=dual and trainer.dual_clip{'' if bound is None else f'={bound}'}"

@@ -93,6 +93,8 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("ddp_timeout", "trainer.collective_timeout_s"),
         ("fp16", "trainer.compute_dtype"),
         ("rloo_k", "rollout.samples_per_task"),
+        ("actor_rollout_ref.rollout.dtype", "engine.args.dtype"),
+        ("dtype", "trainer.compute_dtype, or engine.dtype of the embedded engine"),
         ("max_staleness", "cluster.max_async_level"),
         ("eval_split", "eval_tasks"),
     ],
@@ -210,6 +212,7 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         text = near_setting(name, KNOWN)
         assert "trainer.global_batch_size" in text and "x processes)" in text
     assert near_setting("data.train_batch_size", KNOWN).endswith("tasks_per_iteration? (in tasks)")
+    assert "with rollout_rs=geometric trainer.engine_seq" in near_setting("rollout_rs_threshold", KNOWN)
     text = near_setting("vllm_importance_sampling_clip_max", KNOWN)
     assert "of a token; with TRL's" in text and "trainer.engine_sequence_cap" in text
 

@@ -10,6 +10,7 @@ from coordinator.machine.cpu_speed import measured_flops
 from coordinator.machine.gpus import count_gpus, least_gpu_bytes, list_gpus
 from coordinator.machine.oddities import oddities
 from coordinator.settings.loading import show
+from coordinator.settings.placement import parse_place
 from coordinator.settings.tree import RunSettings
 from coordinator.start import estimate
 from coordinator.start.inputs import Inputs, base_model_dir, engine_of
@@ -42,7 +43,7 @@ def announcement(start: NodeStart, first: int | None) -> list[str]:
         **_estimate(settings, inputs, gpus),
         "reward": _reward(settings, inputs),
         "nodes": _nodes(settings, gpus),
-        "crews": f"{' '.join(settings.cluster.place)}, at the same time" if settings.cluster.place else "",
+        "crews": _crews(settings),
         "writes to": str(start.run_dir.root),
         "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
         "": "(run logs and run report take the same --log-path)",
@@ -53,6 +54,14 @@ def announcement(start: NodeStart, first: int | None) -> list[str]:
 def odd_here() -> list[str]:
     """Return the lines about what this machine lacks, MOST_ODD at most."""
     return [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
+
+
+def _crews(settings: RunSettings) -> str:
+    place = parse_place(settings.cluster.place) if settings.cluster.place else None
+    if place is None:
+        return ""
+    is_one = place["rollout"] == place["train"]
+    return f"{' '.join(settings.cluster.place)}, {'one crew, in turns' if is_one else 'at the same time'}"
 
 
 def _reward(settings: RunSettings, inputs: Inputs) -> str:

@@ -7,8 +7,6 @@ from typing import Any
 from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.refusals_of_models import ENDLESS
-from rollout.engines.kinds.choice import any_kind
-from rollout.engines.kinds.embedded import Embedded
 from rollout.settings import PROGRAMS, WRITTEN, RolloutSettings
 
 CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")
@@ -33,6 +31,9 @@ WORKS_WITH = {
 
 RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
 """Who gives one of these means a certain learning rate."""
+OF_VLLM = ("engine.args.", "engine.tensor_parallel_size")
+OF_EMBEDDED = ("engine.dtype", "engine.max_batch")
+"""Settings that one kind of engine alone reads."""
 _LORA = "trainer.lora."
 FASTEST = 0.1
 """A learning rate above this spoils any model in a step; somebody means another sign of the exponent."""
@@ -78,8 +79,7 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
         for key in overrides:
             if f"{key}.".startswith(("rollout.reward.", "rollout.rewards.")):
                 yield f"{key} does nothing with rollout.environment={rollout.environment}: it has its own"
-    if (args := settings.engine.args) and isinstance(any_kind(settings.engine), Embedded):
-        yield f"engine.args.{next(iter(args))} does nothing with --engine torch; it is for vLLM"
+    yield from _of_other_engines(settings, overrides)
     if (rate := settings.trainer.learning_rate) > FASTEST:
         yield f"trainer.learning_rate={rate:g} spoils any model; most are trained with 1e-6 to 1e-3"
     for name in ("clip_low", "clip_high"):
@@ -112,6 +112,22 @@ def _unread(key: str, typed: Any, other: str, actual: Any, values: tuple[Any, ..
     if actual not in values:
         first = f"{other}={str(values[0]).lower()}"
         yield f"{key}={typed} does nothing with {other}={str(actual).lower()}; give {first} as well"
+
+
+def _of_other_engines(settings: RunSettings, overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each typed setting that the engine of this run never reads."""
+    engine = settings.engine
+    unread, with_engine, reader = (), "", ""
+    if engine.url is not None:
+        unread = (*OF_VLLM, *OF_EMBEDDED, "engine.sleep")
+        with_engine, reader = f"--engine-url {engine.url}", "set it there"
+    elif engine.kind == "torch":
+        unread, with_engine, reader = OF_VLLM, "--engine torch", "it is for vLLM"
+    elif engine.kind == "vllm":
+        unread, with_engine, reader = OF_EMBEDDED, "--engine vllm", "it is for the embedded engine"
+    for key in overrides:
+        if key.startswith(unread):
+            yield f"{key} does nothing with {with_engine}; {reader}"
 
 
 def _greedy(temperature: float | None, top_k: int | None) -> str:

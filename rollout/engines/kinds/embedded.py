@@ -32,7 +32,9 @@ class Embedded(EngineKind):
     def __init__(self, settings: EngineSettings, gpus: int, python: str = sys.executable) -> None:
         super().__init__(settings, gpus, python)
         reason = "vLLM is not installed: pip install -e '.[vllm]'" if gpus else "no GPU on this machine"
-        reason += ", so engine.args do nothing here" if settings.args else ""
+        of_vllm = {"args": settings.args, "tensor_parallel_size": (settings.tensor_parallel_size or 1) > 1}
+        if unread := [f"engine.{name}" for name, is_given in of_vllm.items() if is_given]:
+            reason += f", so {' and '.join(unread)} do nothing here"
         self.name = f"torch, the embedded engine ({reason if settings.kind == 'auto' else '--engine torch'})"
         self.dtype = "engine.dtype", settings.dtype
 

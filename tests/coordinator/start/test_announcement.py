@@ -53,6 +53,11 @@ def test_demo_says_what_it_starts(tmp_path: Path) -> None:
     assert all(PREFIX + 10 + len(text) <= 80 for title, text in lines.items() if title not in free)
 
 
+def test_same_devices_for_both_halves_are_one_crew(tmp_path: Path) -> None:
+    lines = said(tmp_path, {"cluster.place": ["rollout=0", "train=0"]})
+    assert lines["crews"] == "rollout=0 train=0, one crew, in turns"
+
+
 def test_environment_from_elsewhere_gives_the_reward(tmp_path: Path) -> None:
     class Text(Action):
         text: str

@@ -41,6 +41,18 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
             "engine.args.max-model-len does nothing with --engine torch; it is for vLLM",
         ),
         (
+            {"engine__kind": "torch", "engine__tensor_parallel_size": 2},
+            "engine.tensor_parallel_size does nothing with --engine torch; it is for vLLM",
+        ),
+        (
+            {"engine__kind": "vllm", "engine__dtype": "float32"},
+            "engine.dtype does nothing with --engine vllm; it is for the embedded engine",
+        ),
+        (
+            {"engine__url": "http://127.0.0.1:8000", "engine__args__max-model-len": 64},
+            "engine.args.max-model-len does nothing with --engine-url http://127.0.0.1:8000; set it there",
+        ),
+        (
             {"trainer__sources__math__kl_coefficient": 0.1},
             "trainer.sources.math.kl_coefficient=0.1 does nothing with trainer.sources.math.kl=off; "
             "give trainer.sources.math.kl=k3 as well",
@@ -87,6 +99,8 @@ def test_settings_that_work_are_not_mentioned() -> None:
     assert not warnings(trainer__algorithm="grpo", trainer__kl_coefficient=0.1), "the preset sets kl"
     assert not warnings(trainer__algorithm="gmpo", trainer__clip_low=0.3, iterations=100)
     assert not warnings(trainer__lora__alpha=16, trainer__lora__rank=8)
+    assert not warnings(engine__kind="vllm", engine__tensor_parallel_size=2)
+    assert not warnings(engine__kind="torch", engine__dtype="float32")
     assert not warnings(trainer__algorithm="sft", tasks="demonstrations.jsonl")
     assert not warnings(eval__top_k=20, eval__min_p=0.05, eval__top_p=0.9, iterations=100)
     assert not warnings(trainer__sources__math__algorithm="grpo", trainer__sources__math__kl_coefficient=0.1)

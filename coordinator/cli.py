@@ -298,7 +298,8 @@ def _failure(error: Exception, command: str, arguments: list[str]) -> tuple[str,
     if isinstance(error, typer.TyperException):
         from coordinator.console.commands.typos import of_option
 
-        return f"{plain(of_option(error, arguments))}; see {command} --help", 2
+        text = plain(of_option(error, arguments)).rstrip(".")
+        return f"{text}{' See' if text.endswith('?') else '; see'} {command} --help", 2
     if (reason := explained(error)) is not error:
         return str(reason), 1
     if isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/"):

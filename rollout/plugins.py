@@ -57,9 +57,11 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         lacking = getattr(error, "name", None) if isinstance(error, ImportError) else None
         lacking = lacking or getattr(getattr(error, "obj", None), "__name__", "")
         is_said = isinstance(error, SyntaxError)
-        if file and isinstance(error, ModuleNotFoundError) and not hidden_file(str(lacking)):
+        is_own = not file and f"{module_name}.".startswith(f"{lacking}.")  # the user's module itself
+        if isinstance(error, ModuleNotFoundError) and not is_own and not hidden_file(str(lacking)):
             error_text += (
-                f"; install it on every node, or keep the function in a file that does not import {lacking}"
+                f"; install it for this Python on every node, or keep the function in a file that does not "
+                f"import {lacking}"
             )
         where = hidden_file(str(lacking)) or _raised_at(error) or ("" if is_said else searched)
         raise PluginError(
@@ -124,6 +126,11 @@ def with_whole_path(name: str) -> str:
     file, sign, function = name.partition(":")
     is_here = sign and file.endswith(SUFFIX) and Path(file).is_file()
     return f"{Path(file).absolute()}:{function}" if is_here else name
+
+
+def is_module_here(name: str) -> bool:
+    """Return whether a file of the current directory is the module of that name."""
+    return Path(f"{name}{SUFFIX}").is_file()
 
 
 def title_of(name: str) -> str:

@@ -20,7 +20,8 @@ _INSTEAD = {
     "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward": "use_kl_in_reward",
     "there is no critic; trainer.advantage says what a reward is compared with": (
         "critic critic_warmup gamma lam lambd value_clip critic_pretrain critic_learning_rate "
-        "freezing_actor_steps max_critic_ckpt_to_keep vf_coef cliprange_value"
+        "critic_num_nodes critic_num_gpus_per_node freezing_actor_steps max_critic_ckpt_to_keep vf_coef "
+        "cliprange_value"
     ),
     "give --iterations: an epoch is the number of tasks / rollout.tasks_per_iteration": (
         "epochs num_epochs num_episodes num_train_epochs total_epochs total_episodes episodes n_epochs "
@@ -77,7 +78,9 @@ _INSTEAD = {
         "apply_chat_template input_template"
     ),
     "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
-    "trainer.advantage compares rewards within their group": "normalize_enable normalize_reward",
+    "trainer.advantage compares rewards within their group; leave it out": (
+        "normalize_enable normalize_reward"
+    ),
     "a reward model is a server: --reward http://HOST:PORT/score": (
         "reward_model reward_pretrain reward_model_path"
     ),
@@ -109,6 +112,15 @@ _INSTEAD = {
     ),
     "trainer.save_interval says how often the optimizer's state is saved": (
         "save_only_model disable_ds_ckpt disable_ds"
+    ),
+    "the reference has no nodes, no layout and no offloading of its own; leave it out": (
+        "ref_num_nodes ref_num_gpus_per_node ref.param_offload ref.strategy"
+    ),
+    "a judge or reward model has no nodes of the run: --reward http://HOST:PORT/score; leave it out": (
+        "reward_num_nodes reward_num_gpus_per_node"
+    ),
+    "rollout.dynamic_sampling=true leaves out groups whose rewards are all the same, whatever they are": (
+        "dynamic_filtering_reward_range"
     ),
     "the reference stays the model that the run started from; leave it out": (
         "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha ref_model reference_model ref_model_path"

@@ -76,7 +76,7 @@ _NAMES = {
         "async_queue_size async_train async_enable async_level max_staleness staleness"
     ),
     "metrics.sinks": "report_to logger wandb",
-    "cluster.num_nodes": "nnodes nodes ref_num_nodes actor_num_nodes num_machines",
+    "cluster.num_nodes": "nnodes nodes actor_num_nodes num_machines",
     "cluster.expect_gpus": "gpus num_gpus n_gpus_per_node actor_num_gpus_per_node",
     "trainer.aggregation": "loss_agg_mode use_token_level_loss",
     "trainer.freeze_vision": "freeze_vision_tower freeze_multi_modal_projector freeze_vision_encoder",
@@ -100,7 +100,7 @@ _NAMES = {
         "chat_template_kwargs apply_chat_template_kwargs enable_thinking reasoning_effort"
     ),
     "rollout.dynamic_sampling": (
-        "filter_groups dynamic_filtering filter_groups.enable dynamic_filtering_reward_range "
+        "filter_groups dynamic_filtering filter_groups.enable "
         "online_difficulty_filtering dynamic_filtering_enable"
     ),
     "rollout.over_sample": "oversampling_factor over_sample_rate",
@@ -276,6 +276,11 @@ _VALUES = {
     "optimizer=adamw": (
         "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam optimizer=adamw_8bit "
         "optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit optimizer=paged_adamw_32bit"
+    ),
+    "algorithm=grpo": "algorithm=group_norm algorithm=grpo_norm",
+    "algorithm=reinforce++": (
+        "algorithm=reinforce algorithm=reinforce_baseline algorithm=reinforce_plus_plus "
+        "algorithm=reinforce_plus_plus_baseline algorithm=reinforce++-baseline"
     ),
     "aggregation=token": "aggregation=token-mean",
     "aggregation=sequence": "aggregation=seq-mean-token-mean",

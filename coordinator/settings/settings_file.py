@@ -74,7 +74,12 @@ def _parse_file(text: str, suffix: str) -> Any:
     if suffix == ".toml":
         import tomllib
 
-        return tomllib.loads(text)
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            if str(error).startswith("Invalid value"):
+                raise ValueError(f"{error}; put texts in quotes") from error
+            raise
     if suffix not in {".yaml", ".yml", ".json"}:
         raise ValueError("give a .toml or .yaml file")
     import yaml

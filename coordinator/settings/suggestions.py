@@ -115,6 +115,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     word = _plain(typed)
     if section := next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None):
         return ANSWERS[section]
+    if "ref" in word.split(".")[:-1] and (of_reference := f"ref.{word.rpartition('.')[2]}") in ANSWERS:
+        return ANSWERS[of_reference]
     if _pair(word) in ALIASES:  # closer than what holds for its whole section
         return None
     if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):

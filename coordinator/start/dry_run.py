@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, refuse_training_tasks
+from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, warn_of_training_tasks
 from coordinator.start.inputs import (
     TINY_CONTEXT,
     base_model_dir,
@@ -95,7 +95,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     if tasks:
         training, evaluation, sets = tasks
         refuse_no_evaluation(settings, overrides, bool(evaluation or sets))
-        refuse_training_tasks(training, evaluation if settings.eval_tasks else None, sets)
+        warn_of_training_tasks(training, evaluation if settings.eval_tasks else None, sets)
         for text in odd_settings(settings, overrides):
             log.warning("%s", text)
     if model is not None:

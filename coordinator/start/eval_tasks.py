@@ -74,9 +74,9 @@ def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:
     return loaded
 
 
-def refuse_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets) -> None:
-    """Warn of tasks to evaluate on that are training tasks too, whatever their ids are. SettingsError if all
-    tasks of a named set's file are. Beside more than MOST_COMPARED training tasks nothing is compared.
+def warn_of_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: EvalSets) -> None:
+    """Warn of tasks to evaluate on that are training tasks too, whatever their ids are. Beside more than
+    MOST_COMPARED training tasks nothing is compared.
     """
     compared = {f"{SECTION}{name}": eval_set.tasks for name, eval_set in sets.items()}
     compared |= {"--eval-tasks": eval_tasks} if eval_tasks else {}
@@ -88,13 +88,11 @@ def refuse_training_tasks(training: TaskSet, eval_tasks: TaskSet | None, sets: E
         if not shared:
             continue
         total, first = len(tasks.tasks), tasks.place(shared[0])
-        if len(shared) == total and is_file(tasks.source) and name.startswith(SECTION):
-            raise SettingsError(
-                f"{name}.tasks={tasks.source}: all {total} tasks are training tasks too, e.g. {first}; give "
-                "tasks that are not trained on"
-            )
-        log.warning("%s: %d of %d tasks are training tasks too, e.g. %s: its score says less of new tasks",
-                    name, len(shared), total, first)  # fmt: skip
+        count, less = (
+            (f"{len(shared)} of {total}", "less") if len(shared) < total else (f"all {total}", "nothing")
+        )
+        log.warning("%s: %s tasks are training tasks too, e.g. %s: its score says %s of new tasks",
+                    name, count, first, less)  # fmt: skip
 
 
 def _content(task: Mapping[str, Any]) -> bytes:

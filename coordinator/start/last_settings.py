@@ -83,7 +83,8 @@ def _whose(text: str, kept_values: Mapping[str, Any]) -> str:
         return ""
     resets = " ".join(f"--reset-settings {key}" for key in named)
     names = ", ".join(map(option_name, named))
-    return f" ({names}: as at the last start; {resets} goes back to the default)"
+    sign = "\n  " if "\n" in text else " "  # behind a list of lines it is one of its own
+    return f"{sign}({names}: as at the last start; {resets} goes back to the default)"
 
 
 def changes(last: EpochRecord | None, settings: RunSettings) -> Sequence[SettingChange]:

@@ -24,7 +24,7 @@ from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.placement import CREWS
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import refuse_strangers
-from coordinator.start.eval_tasks import RunTasks, refuse_training_tasks
+from coordinator.start.eval_tasks import RunTasks, warn_of_training_tasks
 from coordinator.start.inputs import (
     NODE_LOCAL,
     Inputs,
@@ -142,7 +142,7 @@ def check_master(request: StartRequest) -> CheckedStart:
             tasks = RunTasks(inputs.tasks, inputs.eval_tasks, inputs.eval_sets)
             look_at_text(settings, model, tasks, engine, code)
     unnamed_tasks = inputs.eval_tasks if settings.eval_tasks else None
-    refuse_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
+    warn_of_training_tasks(inputs.tasks, unnamed_tasks, inputs.eval_sets)
     check_sinks(settings.metrics)
     for text in odd_settings(settings, overrides, inputs.has_end):
         log.warning("%s", text)

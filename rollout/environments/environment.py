@@ -18,7 +18,7 @@ from rollout.environments.thinking import think_and_answer
 from rollout.environments.turns import opening, sample_of
 from rollout.environments.verifiers import VerifiersEnvironment
 from rollout.origin import Sampling
-from rollout.plugins import SUFFIX, PluginError, check_call, load_function, may_be_async
+from rollout.plugins import SUFFIX, PluginError, check_call, is_module_here, load_function, may_be_async
 from rollout.sandbox.run import why_no_sandbox
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
@@ -116,7 +116,7 @@ def resolve_environment(name: str) -> Environment:
             raise EnvironmentSettingError(str(error)) from None
     if ":" not in name:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        near = [f"{name}:FUNCTION"] if name.endswith(SUFFIX) else near
+        near = [f"{name}:FUNCTION"] if name.endswith(SUFFIX) or is_module_here(name) else near
         guess = f"did you mean {near[0]}? There" if near else "there"
         raise EnvironmentSettingError(
             f"environment {name!r}: {guess} is {', '.join(BUILT_IN)}, verifiers:NAME, gym:MODULE:CLASS and "

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollout.plugins import SUFFIX, PluginError, check_call, is_async, load_function, title_of
+from rollout.plugins import (
+    SUFFIX,
+    PluginError,
+    check_call,
+    is_async,
+    is_module_here,
+    load_function,
+    title_of,
+)
 from rollout.processes.killable_rewards import LibraryReward, SyncReward
 from rollout.processes.reward_signatures import lacking, refuse_unfit, with_our_parameters
 from rollout.rewards.builtin import BUILT_IN
@@ -127,7 +135,7 @@ def _refuse_unknown(name: str) -> None:
     if ":" in name or name in known or is_code(name):
         return
     near = difflib.get_close_matches(name, known, n=1)
-    if name.endswith(SUFFIX):
+    if name.endswith(SUFFIX) or is_module_here(name):
         near = [f"{name}:FUNCTION"]
     elif "=" in name or "," in name:
         raise RewardSettingError(

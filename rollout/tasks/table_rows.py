@@ -57,6 +57,9 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[TaskRow]:
     datasets.disable_progress_bars()
     for library in ("datasets", "huggingface_hub"):  # the log of the process has what they say: not twice
         logging.getLogger(library).handlers.clear()
+    requests = logging.getLogger("huggingface_hub")
+    level = requests.level
+    requests.setLevel(logging.ERROR)  # the error says what its retries came to
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the library, of the network, of the files: all are the user's to repair
@@ -64,6 +67,8 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[TaskRow]:
         raise RowError(
             f"{source}: datasets cannot load it: {type(error).__name__}: {error_text:.400}"
         ) from error
+    finally:
+        requests.setLevel(level)
     tables: Any = loaded.with_format("arrow")
 
     def batches() -> Iterator[Any]:

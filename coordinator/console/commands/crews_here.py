@@ -24,6 +24,7 @@ from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_devices, count_gpus
 from coordinator.machine.run_command import node_command, run_command
+from coordinator.node.messages import STARTED_BY
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement
@@ -151,7 +152,8 @@ def _await_crews(request: StartRequest, overrides: Mapping[str, Any], placement:
         known = placement_records.device_counts(request.root).keys()
         absent = sorted(set(range(placement.num_nodes)) - known)
         commands = "; ".join(node_command(request.root, rank) for rank in absent)
-        awaited = f"{ranks_text(absent)} to say what devices they have; on that machine: {commands}"
+        awaited = f"{ranks_text(absent)} to say what devices they have"
+        awaited += "" if STARTED_BY in os.environ else f"; on that machine: {commands}"
         if waited_s >= said_s + SAY_AGAIN_S:
             said_s = waited_s
             log.info("waiting for %s", awaited)

@@ -128,7 +128,9 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
         return f"{name} is missing: {help_text}"
     cause: Any = error.__cause__
     if hasattr(cause, "errors"):  # pydantic's, which does not name the option
-        return f"{param.opts[0]}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
+        names = (name for name in param.opts for word in arguments if word.startswith(name))
+        typed = next(names, param.opts[0])
+        return f"{typed}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
     if extra := _EXTRA.fullmatch(text):
         takes_run = any("--log-path" in param.opts for param in _params(error))
         advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"
@@ -195,6 +197,8 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any], values: Ma
 
 def _is_taken(setting: str | None, value: Any) -> bool:
     """Return whether a setting may have this value of another name."""
+    if setting == "trainer.algorithm":
+        return value in PRESETS
     try:
         check_each({setting or "": value})
     except SettingsError:

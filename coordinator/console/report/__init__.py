@@ -67,6 +67,8 @@ def _writable(path: Path) -> Path:
         regular = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         regular = target.parent.is_dir()
+    if target.is_dir():
+        raise SettingsError(f"--out {path}: is a directory; give the name of a file in it, e.g. page.html")
     if not regular:
         raise SettingsError(f"--out {path}: give the name of a file in a directory that is there")
     return target
@@ -198,6 +200,8 @@ def _about(crews: Sequence[CrewEvents], status: dict[str, Any]) -> dict[str, Any
     record = newest_record(run_dir)
     settings = dict(flatten(record.settings)) if record else {}
     usual = dict(flatten(build({"model": settings.get("model") or "any"}).model_dump(mode="json")))
+    if record and "trainer.save_interval" not in (record.given.settings if record.given else {}):
+        usual["trainer.save_interval"] = settings.get("trainer.save_interval")  # the start has chosen it
     nodes = {
         crew.run_dir.name(rank): _about_node(events)
         for crew in crews

@@ -46,6 +46,8 @@ class StatusReader:
             _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
             from coordinator.start.wait_for_master import what_is_there  # it takes numpy
 
+            if root.is_file():
+                raise SettingsError(f"--log-path {root}: is a file; give the directory of a run")
             present = what_is_there(self.run_dir) or " (no run.json that can be read)"
             raise SettingsError(f"--log-path {root}: no run there{present}")
         if run.get("format") != FORMAT:

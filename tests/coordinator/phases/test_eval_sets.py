@@ -158,7 +158,7 @@ def test_server_that_takes_no_code_takes_none_in_a_set() -> None:
             _refuse_code(settings)
 
 
-def test_training_tasks_in_a_set_are_named_and_a_set_of_nothing_else_is_refused(
+def test_training_tasks_in_what_is_evaluated_are_warned_of_alike_in_sets_and_eval_tasks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = [{"prompt": f"{k}+2=", "answer": "3"} for k in range(6)]
@@ -167,15 +167,16 @@ def test_training_tasks_in_a_set_are_named_and_a_set_of_nothing_else_is_refused(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     given = {"tasks": str(tmp_path / "train.jsonl"), "model": "builtin:tiny"}
 
-    def request(eval_tasks: Path) -> StartRequest:
-        return StartRequest(tmp_path / "run", overrides={**given, "eval.sets.a.tasks": str(eval_tasks)})
-
-    with caplog.at_level(logging.WARNING):
-        check_master(request(tmp_path / "some.jsonl"))
-    (said,) = [record.getMessage() for record in caplog.records if "eval.sets" in record.getMessage()]
-    assert said.startswith(f"eval.sets.a: 1 of 3 tasks are training tasks too, e.g. {tmp_path}/some.jsonl:1")
-    with pytest.raises(SettingsError, match=r"all 2 tasks are training tasks too, e\.g\. .*same\.jsonl:1"):
-        check_master(request(tmp_path / "same.jsonl"))
+    for key, title in {"eval.sets.a.tasks": "eval.sets.a", "eval_tasks": "--eval-tasks"}.items():
+        for name, text in {"some": "1 of 3", "same": "all 2"}.items():
+            caplog.clear()
+            evaluated = {key: str(tmp_path / f"{name}.jsonl"), "eval.interval": 1}
+            with caplog.at_level(logging.WARNING):
+                check_master(StartRequest(tmp_path / "run", overrides={**given, **evaluated}))
+            (said,) = [record.getMessage() for record in caplog.records if "too" in record.getMessage()]
+            assert said.startswith(
+                f"{title}: {text} tasks are training tasks too, e.g. {tmp_path}/{name}.jsonl:1"
+            )
 
 
 def test_set_without_any_score_leaves_the_others_theirs_and_no_mean_of_all() -> None:

@@ -316,6 +316,7 @@ def test_empty_config_file_says_nothing(tmp_path: Path, name: str) -> None:
     ("name", "content", "reason"),
     [
         ("a.toml", b"model = ", "Invalid value"),
+        ("a.toml", b"model = ex-rl", "Invalid value (at line 1, column 9); put texts in quotes"),
         ("a.toml", b"\xff\xfe", "byte 1 is not UTF-8"),
         ("a.yaml", b"a: [1, 2\nb: }", "line 2: expected ',' or ']', but got"),
         ("a.yaml", b"a: \x07", "special characters"),

@@ -160,6 +160,11 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("--micro_rollout_batch_size", "rollout.concurrency"),
         ("per_device_eval_batch_size", "rollout.concurrency"),
         ("hub_strategy", "run export"),
+        ("--ref_num_nodes", "the reference has no nodes"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload", "the reference has no nodes, no layout and"),
+        ("--reward_num_gpus_per_node", "no nodes of the run"),
+        ("--critic_num_nodes", "there is no critic"),
+        ("--dynamic_filtering_reward_range", "rollout.dynamic_sampling=true leaves out groups"),
         ("sync_ref_model", "the reference stays the model that the run started from; leave it out"),
         ("repetition_penalty", "by the policy's own probabilities, on which it is trained; leave it out"),
         ("top_entropy_quantile", "all tokens of a sample are trained on"),
@@ -191,6 +196,12 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
     assert advice in near_setting(typed, KNOWN) and "did you mean" not in near_setting(typed, KNOWN)
+
+
+def test_advantage_of_theirs_is_answered_with_the_algorithm_that_has_it() -> None:
+    for theirs, ours in {"group_norm": "grpo", "reinforce": "reinforce++"}.items():
+        text = near_setting("advantage_estimator", KNOWN, {"advantage_estimator": theirs})
+        assert text == f"did you mean trainer.algorithm={ours}?"
 
 
 def test_number_for_delta_is_the_bound_of_trl_and_a_truth_the_setting_of_checkpoints() -> None:

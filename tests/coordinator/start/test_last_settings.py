@@ -100,6 +100,13 @@ def test_setting_that_does_not_fit_a_kept_one_is_told_of_it() -> None:
     )
 
 
+def test_kept_setting_has_a_line_of_its_own_behind_a_list_of_them() -> None:
+    unknown: dict[str, Any] = dict.fromkeys(("num_train_epochs", "total_epochs", "beta", "bogus", "lambd"), 1)
+    with pytest.raises(SettingsError) as refused:
+        kept(unknown, {"iterations": 9})
+    assert str(refused.value).splitlines()[-1].startswith("  (--iterations: as at the last start; ")
+
+
 def test_part_of_the_rollout_goes_with_the_phase() -> None:
     last = {"rl_phase": "rollout", "rollout_split": "train-only"}
     assert kept({"rl_phase": "update"}, last) == {"rl_phase": "update"}

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rollout.environments.environment import EnvironmentSettingError, resolve_environment
+from rollout.plugins import PluginError, load_function
 from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward
 from rollout.rewards.reward import RewardError
 from tests.rollout.rewards.scoring import scored
@@ -297,3 +299,16 @@ def test_module_that_fails_when_imported_is_an_error(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RewardSettingError, match="ZeroDivisionError"):
         resolve_reward("broken_reward:f")
+
+
+def test_module_that_is_here_is_answered_with_how_its_function_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("import no_such_library")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardSettingError, match="did you mean my_rewards:FUNCTION"):
+        resolve_reward("my_rewards")
+    with pytest.raises(EnvironmentSettingError, match="did you mean my_rewards:FUNCTION"):
+        resolve_environment("my_rewards")
+    with pytest.raises(PluginError, match="install it for this Python on every node, or"):
+        load_function("my_rewards:score")

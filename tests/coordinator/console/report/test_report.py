@@ -110,6 +110,8 @@ def test_report_replaces_no_pipe_device_or_directory_and_writes_what_a_link_lead
     assert (tmp_path / "pipe").is_fifo() and Path("/dev/null").is_char_device()
     pages = tmp_path / "pages"
     pages.mkdir()
+    with pytest.raises(SettingsError, match="is a directory; give the name of a file in it"):
+        write_report(run_dir.root, pages)
     for name in ("new.html", "old.html"):
         (tmp_path / name).symlink_to(f"pages/{name}")
     (pages / "old.html").write_text("old")

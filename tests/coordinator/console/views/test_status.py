@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from coordinator.machine.network import pid_space
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.loading import build
-from coordinator.settings.tree import RunSettings
+from coordinator.settings.tree import RunSettings, SettingsError
 from tests.coordinator.console.views.beating_run import GONE, SETTINGS, beat, flag, running, states
 from tests.coordinator.examples import record
 
@@ -60,6 +61,12 @@ def test_newest_beat_of_the_newest_incarnation_counts(run_dir: RunDir) -> None:
     running(run_dir)
     beat(run_dir, 1, incarnation=2, counter=0, done=60)
     assert Run(run_dir.root).status()["nodes"][1]["tasks_done"] == 60
+
+
+def test_file_in_place_of_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(SettingsError, match="notes: is a file; give the directory of a run"):
+        Run(tmp_path / "notes").status()
 
 
 def test_run_without_a_record_has_stopped_before_it_began(run_dir: RunDir) -> None:

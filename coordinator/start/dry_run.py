@@ -27,7 +27,13 @@ from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.refusals_of_tasks import refuse_no_evaluation, refuse_unrendered
 from coordinator.start.request import StartRequest
-from coordinator.start.run_json import fixed_by, has_run, read_run_json, refuse_changes
+from coordinator.start.run_json import (
+    fixed_by,
+    has_run,
+    read_run_json,
+    refuse_changes,
+    refuse_fewer_iterations,
+)
 from coordinator.start.start import last_start, resume_given
 from coordinator.start.texts_of_tasks import look_at_text, without_longer
 from coordinator.start.user_functions import load_functions
@@ -107,6 +113,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
             code = [text for _file, text in functions.sources.values()]
             look_at_text(settings, model, tasks, engine_of(settings, MASTER), code)
     if root is not None and has_run(root):
+        refuse_fewer_iterations(root, settings)
         are_shorter = model is None and settings.rollout.max_prompt_tokens is not None  # not yet
         _refuse_changes(root, settings, model, None if are_shorter or not tasks else tasks.training)
     if settings.model == TINY or model:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.inputs import Inputs
@@ -97,6 +98,16 @@ def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
                 f"{loading.option_name(key)} is {name}{content}, but this run was started with "
                 f"{was}; to start anew, use another log path"
             )
+
+
+def refuse_fewer_iterations(root: Path, settings: RunSettings) -> None:
+    """Raise SettingsError if the run at `root` has done more iterations than it is to have."""
+    done = FinishedIterations(RunDir(root)).look().last(settings.kind)
+    if settings.iterations is not None and settings.iterations < done:
+        raise SettingsError(
+            f"--iterations {settings.iterations}: this run has done {done} already; give more, e.g. "
+            f"--iterations {2 * done}"
+        )
 
 
 def with_save_interval(settings: RunSettings, run: Mapping[str, Any]) -> RunSettings:

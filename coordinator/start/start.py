@@ -45,6 +45,7 @@ from coordinator.start.run_json import (
     make_run,
     read_run_json,
     refuse_changes,
+    refuse_fewer_iterations,
     with_save_interval,
 )
 from coordinator.start.texts_of_tasks import look_at_text
@@ -127,6 +128,8 @@ def check_master(request: StartRequest) -> CheckedStart:
     refuse_strangers(root, request.allow_shared_dir)
     overrides = with_kept(absolute(request.overrides), last, request.reset)
     settings = loading.build(overrides)
+    if has_run(root):
+        refuse_fewer_iterations(root, settings)
     run_dir = RunDir(root)
     inputs = load_inputs(settings, overrides, MASTER)
     if has_run(root):

@@ -275,6 +275,19 @@ def test_name_of_a_model_that_a_directory_began_a_run_with_is_not_called_another
         check_named(loading.build(other), other, run_dir)
 
 
+def test_fewer_iterations_than_are_done_are_refused_with_how_many_to_give(tmp_path: Path) -> None:
+    start_master(StartRequest(tmp_path, overrides={"iterations": 2}))
+    lines = [json.dumps({"iteration": number, "kind": "both"}) for number in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    start_master(StartRequest(tmp_path, overrides={"iterations": 2}))
+    refused = "--iterations 1: this run has done 2 already; give more, e.g. --iterations 4"
+    with pytest.raises(SettingsError, match=refused):
+        start_master(StartRequest(tmp_path, overrides={"iterations": 1}))
+    given = {"iterations": 1}
+    with pytest.raises(SettingsError, match=refused):
+        check_named(loading.build(given), given, tmp_path)
+
+
 # ---- a server of the user's
 
 

@@ -29,11 +29,10 @@ HEAD = f"""\
 
 <!-- Written by `{COMMAND}` from the settings models; a test compares. Edit the models. -->
 
-Every setting of a run, by its dotted name. Give it as `name=value` behind the options:
-
     run --model /shared/models/Qwen3-0.6B --tasks tasks.jsonl trainer.learning_rate=2e-6 eval.interval=5
 
-or in a file, for `--config settings.toml` (`.yaml` and `.json` work too):
+Every setting of a run, by its dotted name. Give it as `name=value` behind the options, or in a file,
+for `--config settings.toml` (`.yaml` and `.json` work too):
 
 ```toml
 model = "/shared/models/Qwen3-0.6B"
@@ -48,10 +47,10 @@ rank = 16
 
 `name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
 where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
-anything else is a text. An unknown name is an error. `run --dry-run` prints all settings, resolved;
-it reads neither tasks nor model, so what does not fit them, or may not change in this run, is refused by the
-start. Defaults in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
-`trainer.algorithm` are in [algorithms.md](algorithms.md).
+anything else is a text. An unknown name is an error. `run --dry-run` looks at tasks, rewards and model,
+refuses what a start would, and else prints all settings, resolved. Defaults in brackets are for
+`builtin:tiny`, the built-in model: the demo's recipe. The presets of `trainer.algorithm` are in
+[algorithms.md](algorithms.md).
 
 Give settings only to the master; workers read them from the run directory. Settings of one machine may be
 different on a worker; give them there: {NODE_LOCAL_NAMES}.

@@ -52,15 +52,16 @@ log = logging.getLogger(__name__)
 
 def show(request: StartRequest, looks: bool) -> int:
     """Print the settings that a start of the master would go by, and on stderr what that changes. With
-    `looks`, SettingsError for what they name if a start would refuse it.
+    `looks`, SettingsError for what they name if a start would refuse it, and no settings are printed.
     """
     overrides = resume_given(request)
     settings = build(overrides)
-    print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     is_master = request.rank == MASTER  # a worker takes its settings from the master
-    if looks and is_master and (fetched := check_named(settings, overrides, request.root)):
+    fetched = check_named(settings, overrides, request.root) if looks and is_master else None
+    print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
+    if fetched:
         print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
     return 0
 

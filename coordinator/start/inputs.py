@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.interpreter import lacks_flagpost
@@ -22,7 +21,7 @@ from coordinator.start.user_functions import Functions, load_functions
 from rollout.engines.hub import NotFetched, fetch_model
 from rollout.engines.kinds.choice import any_kind, engine_kind
 from rollout.engines.kinds.kind import EngineKind, ServerSettingError
-from rollout.engines.model_dir import WeightsError, is_adapter, model_files, policy_digest, tensor_names
+from rollout.engines.model_dir import WeightsError, model_files, policy_digest, tensor_names
 from rollout.engines.model_facts import count_parameters
 from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.demonstration import check_demonstrations
@@ -184,11 +183,6 @@ def load_inputs(settings: RunSettings, overrides: Mapping[str, Any], machine: in
             if settings.rl_phase != "update":
                 lora = settings.trainer.lora
                 engine.check_model(settings.model, model, parameters, lora.targets if lora.rank else None)
-            if is_adapter(model):
-                raise SettingsError(
-                    f"--model {settings.model}: is an adapter; merge it into its base model first "
-                    "(python -m trainer.checkpoint.merge ADAPTER OUT), or give the base model"
-                )
             refusals_of_tasks.refuse_unrendered(settings, model, tasks)
             tasks = without_longer(settings, model, tasks)
             context = any_kind(settings.engine).context(model)
@@ -255,12 +249,15 @@ def load_training_tasks(settings: RunSettings) -> TaskSet:
 def base_model_dir(
     settings: RunSettings, run_dir: RunDir, fetch: Callable[[str], Path] = fetch_model
 ) -> Path:
-    """Return where this node has the model that the run starts from; fetches a Hugging Face id by `fetch`."""
+    """Return where this node has the model that the run starts from; fetches a Hugging Face id by `fetch`.
+    SettingsError if it has none, or if that is an adapter.
+    """
     if settings.model == TINY:
         return run_dir.base_model
     for candidate in (Path(settings.model), Path(settings.data_path or ".") / settings.model):
         if is_directory(candidate):
-            refuse_run("--model", candidate)
+            refusals_of_models.refuse_run("--model", candidate, takes_adapters=False)
+            refusals_of_models.refuse_adapter(settings.model, candidate)
             return candidate
     refuse_no_name(settings.model)
     if is_path(settings.model):
@@ -268,11 +265,13 @@ def base_model_dir(
     if settings.model.startswith("builtin:"):
         raise SettingsError(f"--model {settings.model}: the built-in model is {TINY}")
     try:
-        return fetch(settings.model)
+        fetched = fetch(settings.model)
     except NotFetched as error:
         raise SettingsError(
             f"--model {settings.model}: no such directory, and fetching it from Hugging Face failed: {error}"
         ) from None
+    refusals_of_models.refuse_adapter(settings.model, fetched)
+    return fetched
 
 
 def refuse_no_name(model: str) -> None:
@@ -281,17 +280,6 @@ def refuse_no_name(model: str) -> None:
         raise SettingsError(
             f"--model {model}: is no directory, and no name on Hugging Face; give one, e.g. Qwen/Qwen3-0.6B"
         )
-
-
-def refuse_run(option: str, directory: Path) -> None:
-    """Raise SettingsError if a directory that should be a model's is that of a run, or of its checkpoints."""
-    for run_dir in (RunDir(directory.absolute()), RunDir(directory.absolute().parent)):
-        checkpoints = published.checkpoints(run_dir)
-        if directory.absolute() in (run_dir.root, run_dir.checkpoints) and files.exists(run_dir.run_json):
-            advice = "it has no checkpoint yet"
-            if checkpoints:
-                advice = f"give its newest checkpoint, {run_dir.checkpoint(checkpoints[-1])}"
-            raise SettingsError(f"{option} {directory}: is of a run, and no model; {advice}")
 
 
 def _why_none(path: Path) -> str:

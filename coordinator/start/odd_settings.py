@@ -8,6 +8,7 @@ from coordinator.settings.tree import RunSettings
 from coordinator.start.eval_tasks import SECTION
 from coordinator.start.refusals_of_models import ENDLESS
 from rollout.settings import PROGRAMS, WRITTEN, RolloutSettings
+from trainer.settings import TrainerSettings
 
 CLIPS = ("ppo", "dual", "cispo", "geometric", "divergence")
 """Values of trainer.clip that have bounds."""
@@ -29,7 +30,8 @@ WORKS_WITH = {
 }
 """Settings that are read only with certain values of another; the first of them is advised."""
 
-RATES = {"trainer.learning_rate", "trainer.warmup_steps", "trainer.schedule"}
+RATE = "trainer.learning_rate"
+RATES = {RATE, "trainer.warmup_steps", "trainer.schedule"}
 """Who gives one of these means a certain learning rate."""
 OF_VLLM = ("engine.args.", "engine.tensor_parallel_size")
 OF_EMBEDDED = ("engine.dtype", "engine.max_batch")
@@ -61,6 +63,7 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
                 other = works_with[0].removeprefix("trainer.")
                 value = getattr(trainer, other)
                 yield from _unread(f"{section}.{field}", typed, f"{section}.{other}", value, works_with[1])
+    yield from _of_learning(settings, overrides)
     if settings.rl_phase != "rollout" and overrides.keys() & RATES:  # a trial of a few steps asks for none
         yield from _warm_up(settings)
     if settings.trainer.lora.rank == 0 and (
@@ -106,6 +109,20 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
             value = getattr(settings.rollout, name)
             if value != RolloutSettings.model_fields[name].default:
                 yield f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's"
+
+
+def _of_learning(settings: RunSettings, overrides: Mapping[str, Any]) -> Iterator[str]:
+    trainer = settings.trainer
+    losses = [trainer, *map(trainer.of_source, trainer.sources)]
+    if trainer.kl != "off" and not any(loss.kl_coefficient for loss in losses):
+        yield (
+            f"trainer.kl={trainer.kl} with trainer.kl_coefficient=0: KL is measured (kl_reference), and "
+            "holds nothing back; give a coefficient, e.g. 0.04, or trainer.kl=off"
+        )
+    usual = TrainerSettings.model_fields["learning_rate"].default
+    is_default = RATE not in overrides and trainer.learning_rate == usual  # builtin:tiny has another one
+    if trainer.lora.rank and settings.rl_phase != "rollout" and is_default:
+        yield f"{RATE}={usual:g} is for whole models; adapters learn with about {10 * usual:g}"
 
 
 def _unread(key: str, typed: Any, other: str, actual: Any, values: tuple[Any, ...]) -> Iterator[str]:

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import shlex
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from coordinator.directory import published
+from coordinator.directory.layout import RunDir
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import SECTION
@@ -26,10 +29,43 @@ from rollout.rewards.parts import parts_of, rewards_of_sources
 from rollout.rewards.served import SERVED, ServedReward
 from rollout.rewards.teacher import Teacher
 from rollout.settings import WRITTEN
+from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
 ENDLESS = "neither its tokenizer nor its configuration names a token that ends a sequence"
+
+
+def refuse_run(option: str, directory: Path, takes_adapters: bool) -> None:
+    """Raise SettingsError if a directory that should be a model's is that of a run, or of its checkpoints."""
+    path = directory.absolute()
+    for run_dir in (RunDir(path), RunDir(path.parent)):
+        if path in (run_dir.root, run_dir.checkpoints) and files.exists(run_dir.run_json):
+            newest = next(reversed(published.checkpoints(run_dir)), None)
+            advice = "it has no checkpoint yet"
+            if newest and is_adapter(run_dir.checkpoint(newest)) and not takes_adapters:
+                advice = f"its newest checkpoint {_is_adapter(run_dir.checkpoint(newest))}"
+            elif newest:
+                advice = f"give its newest checkpoint, {run_dir.checkpoint(newest)}"
+            raise SettingsError(f"{option} {directory}: is of a run, and no model; {advice}")
+
+
+def refuse_adapter(model: str, directory: Path) -> None:
+    """Raise SettingsError if the directory of --model holds an adapter."""
+    if is_adapter(directory):
+        raise SettingsError(f"--model {model}: {_is_adapter(directory)}")
+
+
+def _is_adapter(directory: Path) -> str:
+    """Return that the model in a directory is an adapter, and how a model is made of it."""
+    path = directory.absolute()
+    run_dir = RunDir(path.parent.parent)
+    merge = f"python -m trainer.checkpoint.merge {shlex.quote(str(path))} DIR (or peft's merge_and_unload)"
+    for number in published.checkpoints(run_dir) if files.exists(run_dir.run_json) else ():
+        if path == run_dir.checkpoint(number):
+            root = shlex.quote(str(run_dir.root))
+            merge = f"run export --merge --iteration {number} --log-path {root} -o DIR"
+    return f"is an adapter; first add it to its base model: {merge}; then give --model DIR"
 
 
 def refuse_wrong_teacher(settings: RunSettings) -> None:
@@ -137,7 +173,7 @@ def refuse_unrecorded(settings: RunSettings, engine: EngineKind, model_dir: Path
     """
     if not settings.trainer.routing_replay:
         return
-    if model_dir is None or not (is_adapter(model_dir) or count_experts(model_dir)[0]):
+    if model_dir is None or not count_experts(model_dir)[0]:
         reason = f"--model {settings.model} has no experts; leave it out"
     elif settings.rl_phase != "update" and engine.why_no_routes:
         reason = engine.why_no_routes
@@ -148,7 +184,7 @@ def refuse_unrecorded(settings: RunSettings, engine: EngineKind, model_dir: Path
 
 def refuse_quantised(settings: RunSettings, model_dir: Path) -> None:
     """Raise SettingsError if the model's weights are quantised: they cannot be trained."""
-    if is_adapter(model_dir) or (method := quantisation(model_dir)) is None:
+    if (method := quantisation(model_dir)) is None:
         return
     makes = f" (python -m trainer.checkpoint.dequantise {model_dir} OUT)" if method in DEQUANTISED else ""
     raise SettingsError(
@@ -162,7 +198,7 @@ def refuse_undivided(settings: RunSettings, model_dir: Path) -> None:
     does not say, training finds out by trying.
     """
     size = settings.trainer.context_parallel
-    if size == 1 or is_adapter(model_dir):
+    if size == 1:
         return
     (heads, _), kinds = attention_heads(model_dir), recurrent_layers(model_dir)
     if kinds or heads % size:

@@ -1,6 +1,7 @@
 """Look at the tokens that tasks become, before the start: what is too long, what hardly anybody means."""
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from rollout.tasks.task_set import TaskError, TaskSet
 from rollout.tasks.verifiers import SOURCE as VERIFIERS
 
 log = logging.getLogger(__name__)
+
+_USES_TOOLS = re.compile(r"""\b(with|bind)_tools\b|\btools\s*=|["']tools["']""")
+"""What code has that gives a model tools, by a policy or a client of the OpenAI API."""
 
 
 def _sampling(settings: RunSettings) -> Sampling:
@@ -90,9 +94,9 @@ def look_at_text(
     engine: EngineKind,
     code: Iterable[str] = (),
 ) -> None:
-    """Warn of tasks whose tokens hardly anybody means, and of tools that an environment may give to a model
-    that cannot have them. SettingsError for a task that the model cannot take, and for a model without a
-    tokenizer. `code`: texts of the user's modules.
+    """Warn of tasks whose tokens hardly anybody means, and of tools that an environment seems to give to a
+    model that cannot have them. SettingsError for a task that the model cannot take, and for a model without
+    a tokenizer. `code`: texts of the user's modules.
     """
     has_other_template = any_kind(settings.engine).has_other_template
     sampling = _sampling(settings)
@@ -115,7 +119,7 @@ def look_at_text(
                     hinted = self_teacher.hinted_set(_without_own_teacher(settings, tasks.training))
                     try_tasks(hinted, played.environment, model_dir, sampling, tokenizer, room)
             elif not has_other_template and (
-                played.environment.startswith(VERIFIERS) or any("tools" in text for text in code)
+                played.environment.startswith(VERIFIERS) or any(map(_USES_TOOLS.search, code))
             ):
                 reason = why_no_tools(sampling, LocalTokenizer(model_dir))
                 name = f"{played.option('environment')} {played.environment}"

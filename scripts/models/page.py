@@ -9,7 +9,10 @@ from scripts.models.families import NO, Tried
 
 HEAD = """# Models
 
-Every model type of `AutoModelForCausalLM` in transformers, tried on {day} with {versions}.
+    run --model /shared/models/Qwen3-0.6B --tasks tasks.jsonl --dry-run
+
+says whether a model fits. Below is every model type of `AutoModelForCausalLM` in transformers, tried
+on {day} with {versions}.
 `python -m scripts.models --vllm .venv-vllm/bin/python` writes this page. It makes a tiny random model of each
 family, in float32 on a CPU, and tries it in each way. A number is an error that float32's rounding may make,
 less than 1e-3. **no** is followed by a larger error, or by the number of its reason, [below](#reasons). Some

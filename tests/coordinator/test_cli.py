@@ -45,6 +45,8 @@ BAD = [
     ("doctor --num-nodes 3", "did you mean --peers?"),
     ("help", "did you mean run --help?"),
     ("metrics", "did you mean run report?"),
+    ("merge", "did you mean run export --merge?"),
+    ("convert", "did you mean run export?"),
     ("worker 1", "did you mean run --worker RANK?"),
     (
         "--num-nodes 2 status",

@@ -51,6 +51,7 @@ ELSEWHERE = {
     r"run --config scripts/recipes/.*": "tests/cluster/test_recipes.py",
     r"run profile .*": "tests/cluster/test_profile.py",
     r"run verify .*": "tests/cluster/test_verify.py",
+    r"run export --merge.*": "tests/coordinator/console/commands/test_export.py",
     r"run eval .*": "tests/cluster/test_eval_sets.py",
     r"run with-ray .*": "tests/cluster/test_ray_launch.py",
     r"docker (build|push) .*": "tests/packaging/test_dockerfile.py",

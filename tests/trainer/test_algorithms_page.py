@@ -43,6 +43,8 @@ def test_no_block_of_the_page_goes_untested() -> None:
 def test_commands_name_settings_that_there_are(command: str, with_the_preset: None) -> None:
     given = dict(word.split("=") for word in shlex.split(command) if word.startswith("trainer."))
     values: dict[str, Any] = {key.removeprefix("trainer."): value for key, value in given.items()}
+    if rank := values.pop("lora.rank", None):
+        values["lora"] = {"rank": rank}
     settings = TrainerSettings.model_validate(values)
     assert settings.algorithm == values.get("algorithm", "default")
 

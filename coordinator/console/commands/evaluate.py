@@ -29,7 +29,7 @@ from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.inputs import refuse_run
+from coordinator.start.refusals_of_models import refuse_run
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
 from rollout.eval_settings import EvalSetSettings
@@ -134,7 +134,7 @@ def _model(checkpoint: str | None, root: Path | None, settings: RunSettings) -> 
         if not directory.is_dir():
             problem = "no such directory; give the directory of a model, or the number of an iteration"
             raise SettingsError(f"--checkpoint {checkpoint}: {problem}")
-        refuse_run("--checkpoint", directory)
+        refuse_run("--checkpoint", directory, takes_adapters=True)
     elif root is None:
         raise SettingsError(
             f"--checkpoint {checkpoint or '(the newest)'} is of a run; add --log-path DIR, or give the "

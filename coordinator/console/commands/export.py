@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,30 +110,41 @@ def _copy(source: Path, target: Path, expected: Mapping[str, Any]) -> None:
 
 
 def _name_base(directory: Path, run: dict[str, Any]) -> None:
-    """Write the user's name of the base model into an adapter, in place of a path on a node.
+    """Write the name of the base model into an adapter, in place of a path on a node: on the Hub if it is
+    known, else as the user gave it.
 
     The built-in model keeps its path in the run: no other program can load it by name.
     """
     path, model = directory / ADAPTER_CONFIG, run["fixed"]["model"]["name"]
     if path.is_file() and not model.startswith(TINY):
-        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": model}
+        config = json.loads(path.read_bytes()) | {"base_model_name_or_path": _hub_name(model) or model}
         path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _hub_name(model: str) -> str | None:
+    """Return the name on the Hub of what --model was, if it is known: it was given, or a path in a cache of
+    the Hub.
+    """
+    if model.startswith(("/", ".", "builtin:")):
+        cached = re.search(r"/models--([^/]+)/snapshots/[^/]+/?$", model)
+        return cached and cached[1].replace("--", "/", 1)
+    return model
 
 
 def _card(run_dir: RunDir, run: dict[str, Any], iteration: int, directory: Path) -> str:
     """Return the README.md of the model in `directory`, with the metadata that the Hub reads."""
     has_adapter = is_adapter(directory)
     model, tasks = (run["fixed"][key]["name"] for key in ("model", "tasks"))
-    is_local = model.startswith(("/", ".", "builtin:"))
+    hub_name = _hub_name(model)
     library = "peft" if has_adapter else "transformers"
     sees = (directory / "config.json").is_file() and takes_pictures(directory)
     task = "image-text-to-text" if sees else "text-generation"
     head = [f"library_name: {library}", f"pipeline_tag: {task}", "tags: [reinforcement-learning]"]
-    head += [f"base_model: {model}"] if not is_local else []
+    head += [f"base_model: {hub_name}"] if hub_name else []
     of_this_policy = [line for line in published.metrics_lines(run_dir) if measured(line) == iteration]
     following: dict[str, Any] = of_this_policy[0] if of_this_policy else {}
     facts = {
-        "Started from": Path(model).name if is_local else model,
+        "Started from": hub_name or Path(model).name,
         "Tasks": Path(tasks).name,
         "Iterations of training": iteration,
         "Evaluation reward": following.get("eval_reward"),

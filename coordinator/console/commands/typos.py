@@ -29,7 +29,7 @@ from trainer.algorithms import PRESETS
 
 MEANT = {"train": LOCAL, "start": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
          "version": "--version", "worker": "--worker RANK", "master": "--master",
-         "metrics": "report"}  # fmt: skip
+         "metrics": "report", "merge": "export --merge", "convert": "export"}  # fmt: skip
 """Commands by other names."""
 
 

@@ -1,4 +1,4 @@
-"""The top of the page: the state of the run in a few numbers, and what to do next. Pure."""
+"""The top of the page: the state of the run in a few numbers, and what to do next."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ from coordinator.console.report.values import duration, phases_s
 from coordinator.console.views import status_text
 from coordinator.console.views.heartbeats import is_number
 from coordinator.console.views.scores import history
+from coordinator.directory.layout import RunDir
+from rollout.engines.model_dir import is_adapter
 from trainer.settings import ROUNDING_KL
 
 Lines = Sequence[Mapping[str, Any]]
@@ -116,10 +118,11 @@ def advice(
         advices.append(Advice(f"It stopped in {where}. What the nodes said:", f"run logs --log-path {path}"))
         advices.append(_again(status, path))
     elif status["state"] == "finished" and checkpoint:
-        command = f"run export --iteration {checkpoint} --log-path {path} -o DIR"
-        advices.append(
-            Advice("It is done. A copy of the newest model, verified, for the Hub or a server:", command)
-        )
+        model_copy, merge = "A copy of the newest model, verified", ""
+        if is_adapter(RunDir(root).checkpoint(checkpoint)):
+            model_copy, merge = "The newest adapter, added to its base model", "--merge "
+        command = f"run export {merge}--iteration {checkpoint} --log-path {path} -o DIR"
+        advices.append(Advice(f"It is done. {model_copy}, for the Hub, a server or another run:", command))
     if weights is not None and weights.worth_it:
         saved = weights.now_s - weights.then_s
         advices.append(

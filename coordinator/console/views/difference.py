@@ -66,11 +66,10 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
         raise SettingsError(
             f"{first} and {second} have no finished iteration in common; wait until both have finished one"
         )
-    samples, weights = listed(compared.samples), listed(compared.weights)
     lines = [
         f"A: {first}",
         f"B: {second}",
-        f"equal: {listed(compared.iterations)}; of them samples of {samples}, weights of {weights}",
+        _equal_text(compared),
     ]
     if compared.parting is None:
         more = [f"only {name} goes on to iteration {iterations[-1]}" for name, iterations in _longer(*runs)]
@@ -80,6 +79,17 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
         lines.append(f"they part in iteration {iteration}, phase {phase.value} ({phase.label}): {text}")
     lines += started_with(last_start(first), last_start(second))
     return lines, compared.parting is None
+
+
+def _equal_text(compared: ComparedIterations) -> str:
+    """Return which iterations are equal, and of which of them both runs have kept samples and weights."""
+    if not compared.iterations:
+        return "no iteration is equal"
+    iterations = {"samples": compared.samples, "weights": compared.weights}
+    parts = [
+        f"{name} of {listed(numbers)}" if numbers else f"no {name}" for name, numbers in iterations.items()
+    ]
+    return f"equal iterations: {listed(compared.iterations)}; compared were metrics, {' and '.join(parts)}"
 
 
 def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:

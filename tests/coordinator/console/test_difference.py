@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from coordinator.console.report import write_comparison
 from coordinator.console.views import difference
 from coordinator.console.views.run import Run
 from coordinator.directory.published import Incomplete
@@ -89,6 +90,22 @@ def test_runs_without_a_finished_iteration_in_common_are_not_called_equal(
     (two_runs[1] / "metrics.jsonl").write_text("")
     with pytest.raises(SettingsError, match="have no finished iteration in common; wait until"):
         difference.describe_difference(*two_runs)
+
+
+def test_what_is_equal_is_said_in_words_and_curves_have_the_names_of_the_runs(
+    two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "trajectories", lambda *_: [])
+    compared = difference.ComparedIterations([1, 2], [1, 2], [], None)
+    equal = "equal iterations: 1 to 2; compared were metrics, samples of 1 to 2 and no weights"
+    assert difference._equal_text(compared) == equal
+    metrics = two_runs[1] / "metrics.jsonl"
+    lines = [json.loads(line) | {"reward": 0.125} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    texts, is_equal = difference.describe_difference(*two_runs)
+    assert not is_equal and texts[2] == "no iteration is equal"
+    page = write_comparison(*two_runs, texts, tmp_path / "page.html").read_text()
+    assert "A: one<" in page and "B: two<" in page
 
 
 def test_what_is_damaged_is_named(two_runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,14 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
             {"trainer__algorithm": "sft", "tasks": "d.jsonl", "rollout__rewards__math": "math"},
             "rollout.rewards.math does nothing with rollout.environment=demonstration: it has its own",
         ),
+        (
+            {"trainer__kl": "k3", "trainer__kl_coefficient": 0.0},
+            "trainer.kl=k3 with trainer.kl_coefficient=0: KL is measured (kl_reference), and holds nothing",
+        ),
+        (
+            {"trainer__lora__rank": 8, "model": "some/model", "tasks": "t.jsonl"},
+            "trainer.learning_rate=1e-06 is for whole models; adapters learn with about 1e-05",
+        ),
         ({"rollout__environment": "gym:a:B", "rollout__reward": "math"}, "rollout.reward does nothing with"),
         ({"trainer__dual_clip": 2.0}, "trainer.dual_clip=2.0 does nothing with trainer.clip="),
         (

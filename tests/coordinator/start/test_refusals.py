@@ -35,6 +35,7 @@ from rollout.engines.kinds.kind import ServerSettingError
 from rollout.engines.kinds.vllm import Vllm
 from rollout.settings import TINY, EngineSettings
 from rollout.tasks.task_set import SHAPES, load_tasks
+from tests.coordinator.examples import write_json
 from tests.models import write_model
 from tests.rollout.environments.test_try_tasks import model_of
 from tests.rollout.rewards.test_served import Served, served
@@ -59,6 +60,24 @@ def refusal(given: dict[str, Any]) -> str:
 
 def passes(given: dict[str, Any]) -> None:
     load_inputs(loading.build(given), given)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "run/checkpoints/iteration_000004", "peft"])
+def test_adapter_is_refused_with_the_command_that_makes_a_model_of_it(tmp_path: Path, place: str) -> None:
+    for directory in (tmp_path / "run/checkpoints/iteration_000004", tmp_path / "peft"):
+        write_json(directory / "adapter_config.json", {})
+    write_json(tmp_path / "run/run.json", {})
+    given = {"model": str(tmp_path / place), "tasks": "builtin:arithmetic"}
+    text = refusal(given)
+    command = f"run export --merge --iteration 4 --log-path {tmp_path}/run -o DIR"
+    if place == "peft":
+        command = f"python -m trainer.checkpoint.merge {tmp_path}/peft DIR (or peft's merge_and_unload)"
+    assert f"is an adapter; first add it to its base model: {command}; then give --model DIR" in text
+    with pytest.raises(SettingsError, match=re.escape(text)):
+        check_named(loading.build(given), given)
 
 
 # ---- tasks and their reward
@@ -557,7 +576,8 @@ def test_model_without_a_tokenizer_that_can_be_loaded_is_refused(
 
 @pytest.mark.parametrize(("environment", "code", "is_said"), [
     ("my_env:play", "policy.with_tools(TOOLS)", True),
-    ("my_env:play", "policy.generate(task)", False),
+    ("my_env:play", "client.chat.completions.create(messages=messages, tools=[SEARCH])", True),
+    ("my_env:play", "import itertools\n# needs no tools\npolicy.generate(task)", False),
     ("verifiers:mine", "", True),
 ])  # fmt: skip
 def test_environment_that_may_give_tools_to_a_model_that_cannot_have_them_is_said(

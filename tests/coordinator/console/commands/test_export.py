@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.console.commands.export import _card, export
+from coordinator.console.commands.export import _card, _name_base, export
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.published import read_result
@@ -78,6 +78,27 @@ def test_card_of_a_model_that_sees_says_so(run_dir: RunDir, tmp_path: Path) -> N
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert f"pipeline_tag: {task}\n" in _card(run_dir, find_run(run_dir.root), 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "started_from"),
+    [
+        ("some/model", "some/model", "some/model"),
+        ("/cache/hub/models--some--model/snapshots/0a1b", "some/model", "some/model"),
+        ("/shared/models/mine", None, "mine"),
+    ],
+)
+def test_exported_adapter_names_the_base_model_on_the_hub_where_it_is_known(
+    run_dir: RunDir, tmp_path: Path, model: str, base: str | None, started_from: str
+) -> None:
+    run = find_run(run_dir.root)
+    run["fixed"]["model"]["name"] = model
+    config = write_json(tmp_path / "out" / "adapter_config.json", {"base_model_name_or_path": "/on/a/node"})
+    _name_base(config.parent, run)
+    assert json.loads(config.read_text())["base_model_name_or_path"] == (base or model)
+    card = _card(run_dir, run, 1, config.parent)
+    assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == base
+    assert f"Started from: {started_from}\n" in card
 
 
 def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(

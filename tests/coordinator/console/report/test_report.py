@@ -20,7 +20,7 @@ from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.example_run import State, make_run
-from tests.coordinator.examples import record
+from tests.coordinator.examples import record, write_json
 
 HOSTILE = "</script><script>alert(1)</script>"
 
@@ -168,6 +168,9 @@ def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path)
     assert "1 node more" in last.text
     (alone,) = advice(root, in_one_crew(state="holding", waiting_for=[]), [], None, 2)
     assert alone.command.startswith("run status ")
+    write_json(root / "checkpoints/iteration_000002/adapter_config.json", {})
+    (done,) = advice(root, in_one_crew(state="finished"), [], None, 2)
+    assert done.command.startswith("run export --merge --iteration 2 ")
 
 
 @pytest.mark.parametrize(

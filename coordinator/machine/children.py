@@ -8,6 +8,7 @@ A node that was killed keeps the pipe open while one of its threads sits in a hu
 it has forked without exec shares the pipe. So the reaper also looks twice a second whether the node lives.
 
     /tmp/flagpost-x1y2z3/     Children.spool, mode 0700; the reaper removes it; also for engines' sockets
+      last_word               what the reaper tells the others if the node dies
       trainer-3/              Child.spool, one for each child; also for files between the node and this child
         pgid/4711, 4720       its process groups: its own, and those of grandchildren in other sessions
 
@@ -175,6 +176,12 @@ class Children:
             self._children.append(child)
             return child
 
+    def leave_word(self, path: Path, content: bytes) -> None:
+        """Have the reaper write `content` to `path` if this node dies without `close`; the last counts."""
+        temporary = self.spool / f"{reaper.LAST_WORD}.tmp"
+        temporary.write_bytes(b"%s\n%s" % (os.fsencode(path.absolute()), content))
+        temporary.replace(self.spool / reaper.LAST_WORD)
+
     def kill_groups(self) -> bool:
         """SIGKILL all groups of all children at once, wait as `Child.kill`. False if something is left."""
         with self._lock:
@@ -199,6 +206,7 @@ class Children:
             if self._closed:
                 return
             self._closed = self._is_ending = True
+        (self.spool / reaper.LAST_WORD).unlink(missing_ok=True)
         for child in self._children:
             child.terminate()
         deadline_s = time.monotonic() + grace_s

@@ -1,4 +1,5 @@
-"""The reaper of a node: a tiny process that ends the node's process groups once the node is gone.
+"""The reaper of a node: a tiny process that ends the node's process groups once the node is gone. If that
+died without a word, the reaper says the node's last one.
 
     python -I -S reaper.py SPOOL        stdin: the read end of a pipe whose only write end the node holds
 
@@ -20,6 +21,10 @@ from collections.abc import Callable
 
 PGID_DIR = "pgid"
 """In this subdirectory of a child's spool every process group to kill has a file named by its number."""
+LAST_WORD = "last_word"
+"""This file of a spool names a path in its first line, and behind it what is to be written there."""
+SPEAK_S = 10
+"""How long writing that may take: a hung mount must not keep this process."""
 SETTLE_S = 0.3
 """A group that is still there this long after SIGKILL has only zombies that nobody reaps, or waits for a hung
 mount and dies when that answers. Nothing more can be done about it."""
@@ -78,8 +83,28 @@ def pgid_directories(spool: str) -> list[str]:
     return glob.glob(os.path.join(glob.escape(spool), "*", PGID_DIR))
 
 
+def read_last_word(spool: str) -> tuple[bytes, bytes] | None:
+    """Return the path and the content of the node's last word; None if it has ended in order."""
+    try:
+        with open(os.path.join(spool, LAST_WORD), "rb") as file:
+            path, content = file.read().split(b"\n", 1)
+        return path, content
+    except FileNotFoundError:
+        return None
+
+
+def say(path: bytes, content: bytes) -> None:
+    """Write a file, whole or not at all; what keeps it from that, or takes too long, ends this process."""
+    signal.alarm(SPEAK_S)
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, b".%s.%08x.tmp" % (name, os.getpid()))
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660), "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
 def main(spool: str) -> None:
-    """Wait until the node is gone, end its groups, remove `spool`."""
+    """Wait until the node is gone, end its groups, remove `spool`, say its last word."""
     node = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -101,7 +126,10 @@ def main(spool: str) -> None:
             break
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
+    last_word = read_last_word(spool)
     shutil.rmtree(spool, ignore_errors=True)
+    if last_word is not None:
+        say(*last_word)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ RAISE_AGAIN_S = 5.0
 twice as long, and so on."""
 KEPT_RECORDS = 2
 """Records before the present one that stay."""
+DIED = "its process died without a word: by kill -9, or by the kernel as memory ran out (dmesg says so)"
 PATIENCE_S = 5.0
 """How long a flag that was listed may be missing or unreadable when it is read."""
 
@@ -108,6 +109,12 @@ class Flags:
         phase = self._position.phase or Phase.ITERATION_START
         flag = Flag(current.epoch, self._position.iteration, phase, self._identity.rank, kind)
         self.raise_flag(flag, {"text": text, "host": self._identity.host, **more})
+
+    def last_word(self) -> tuple[Path, bytes]:
+        """Return the path and the content of the flag by which the others hear that this node has died."""
+        me = self._identity
+        flag = Flag(self._watch.record.epoch, 0, Phase.ITERATION_START, me.rank, "left")
+        return me.run_dir.entry(flag), json.dumps({"text": DIED, "host": me.host}).encode()
 
     def enter(self, payload: Payload) -> None:
         """Say that this node has entered the epoch."""

@@ -207,6 +207,7 @@ class Node:
         self.identity.adopt(record.settings)
         self._take_over_group()
         self.watch.admit(record, self.settings)
+        self.children.leave_word(*self.flags.last_word())
         self.flags.forget()
         self.position.move("running")
         if not self.is_master:

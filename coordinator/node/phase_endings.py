@@ -39,7 +39,7 @@ def ending(verdict: Verdict, text: str, is_master: bool, on_node_failure: str) -
             CODES[event], text, event.name.lower() if is_master and verdict.rank != MASTER else None
         )
     if is_master and failure_policy(on_node_failure).holds:
-        return NodeLost(verdict.rank or 0, text, event is Event.STALLED)
+        return NodeLost(verdict.rank or 0, text, event is Event.STALLED, event is Event.LEFT)
     return NodeEnded(Exit.LOST, text, "gave_up" if is_master else "left")
 
 
@@ -84,7 +84,7 @@ class PhaseEndings:
         self.check()
         if lost := self._watch.board.called(self._watch.record.epoch, "lost"):
             raise TrainerFailed(f"the job lost a peer: {self._messages.called(lost[0])}")
-        if self._is_master_silent():
+        if self._is_master_lost():
             raise TrainerFailed(f"the job lost a peer: {self._messages.of_rank(MASTER)}")
 
     def check_still_master(self) -> None:
@@ -111,9 +111,16 @@ class PhaseEndings:
             return NodeEnded(Exit.MOVED, MOVED)
         return NodeEnded(Exit.SUPERSEDED, self._messages.superseded())
 
-    def _is_master_silent(self) -> bool:
-        silent_s = self._watch.silence.silent_s.get(MASTER, 0.0)
-        return not self._identity.is_master and silent_s >= self._identity.settings.cluster.node_timeout_s
+    def _is_master_lost(self) -> bool:
+        if self._identity.is_master:
+            return False
+        watch = self._watch
+        if watch.current and any(
+            flag.rank == MASTER for flag in watch.board.called(watch.current.epoch, "left")
+        ):
+            return True
+        silent_s = watch.silence.silent_s.get(MASTER, 0.0)
+        return silent_s >= self._identity.settings.cluster.node_timeout_s
 
     def forget_loss(self) -> int | None:
         """Return the rank that this node has said to be lost while its phase went on, which is over now."""
@@ -125,7 +132,7 @@ class PhaseEndings:
         verdict, lost = self._watch.heeded_later, None
         if verdict is not None:
             lost = verdict.rank
-        elif self._is_master_silent():
+        elif self._is_master_lost():
             lost = MASTER
         if lost is not None and lost != self._lost:
             text = (

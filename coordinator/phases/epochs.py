@@ -143,7 +143,8 @@ def _hold(node: Node, loss: NodeLost) -> None:
     """Tell the others that the master has lost a node; their engines stay warm until it gathers all again."""
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
-    counter = sys.maxsize if loss.stalled else beat.counter if beat else 0
+    comes_anew = loss.stalled or loss.ended
+    counter = sys.maxsize if comes_anew else beat.counter if beat else 0
     node.gathering.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
     node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     text = str(loss)
@@ -165,11 +166,18 @@ def _end_training(node: Node, error: TrainerFailed, attempts: Counter[int]) -> N
         ranks = {flag.rank for flag in board.called(node.record.epoch, "trainer_failed")}
         return True if node.is_master and ranks >= set(node.record.members) - {MASTER} else None
 
+    def untold() -> str:
+        if not node.is_master:
+            return "the master to say how the training goes on"
+        heard_from = {flag.rank for flag in node.watch.board.called(node.record.epoch, "trainer_failed")}
+        absent = sorted(set(node.record.members) - {MASTER} - heard_from)
+        return f"{node.run_dir.names(absent)} to end the training job"
+
     cluster = node.settings.cluster
     patience_s = cluster.node_timeout_s + 2 * cluster.beat_interval_s
     if not node.is_master:  # the master may hold for a lost node, and its word comes as a verdict
         patience_s = 2 * patience_s + cluster.rejoin_timeout_s
-    node.watch.wait(all_told, node.check, lambda: "all nodes to end the training job", patience_s)
+    node.watch.wait(all_told, node.check, untold, patience_s)
     calls = node.watch.look(own_too=True).called(node.record.epoch, "trainer_failed")
     documents = [call_document(node.run_dir, flag) for flag in calls]
     final = [document["text"] for document in documents if document.get("comes_again")]

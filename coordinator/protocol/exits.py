@@ -37,11 +37,13 @@ class NodeEnded(PhaseEnded):
 class NodeLost(PhaseEnded):
     """The master has lost a node that it holds for, or goes on without; the text says who, and the repair."""
 
-    def __init__(self, rank: int, text: str, stalled: bool = False) -> None:
+    def __init__(self, rank: int, text: str, stalled: bool = False, ended: bool = False) -> None:
         super().__init__(text)
         self.rank = rank
         self.stalled = stalled
         """Whether it still beats: then it has to come back as another incarnation."""
+        self.ended = ended
+        """Whether its process has ended, or is about to: another one will come, if any."""
 
 
 class Fenced(PhaseEnded):

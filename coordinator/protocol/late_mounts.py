@@ -2,12 +2,15 @@
 
 rclone keeps a listing for `--dir-cache-time`, and puts what its own client makes into it: neither a name of
 ours nor a look at a name makes it ask anew. Heartbeats come at a known pace, so a listing that shows several
-new ones of a rank at once has hidden the first of them.
+new ones of a rank at once has hidden the first of them. A node that has left its epoch, to gather the others
+or to wait for the master, beats faster, so what it shows proves nothing.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
+from coordinator.directory.file_names import Beat
 from coordinator.protocol.snapshot import Board
 
 log = logging.getLogger(__name__)
@@ -21,7 +24,9 @@ EVIDENCE = 3
 class LateNames:
     """Says once that names come late here, and how late."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_part: Callable[[Beat], bool]) -> None:
+        """`takes_part`: whether the node that has shown a beat is in the beat's epoch still."""
+        self._takes_part = takes_part
         self._times = 0
         self.late_s = 0.0
 
@@ -31,7 +36,7 @@ class LateNames:
             last = before.beats.get(rank)
             if last is not None and last[:3] == beat[:3] and beat.epoch == epoch:
                 hidden_s = (beat.counter - last.counter - 1) * beat_s - passed_s
-                if hidden_s > LATE_S:
+                if hidden_s > LATE_S and self._takes_part(beat):
                     self._times += 1
                     self.late_s = max(self.late_s, hidden_s)
 

@@ -68,7 +68,7 @@ class Watch:
         self.fence = Fence(cluster.beat_interval_s, cluster.node_timeout_s, self._be_fenced)
         self.heart = Heart(run_dir, rank, self._beat_content)
         self.listings = FreshListing(rank)
-        self._late_names = LateNames()
+        self._late_names = LateNames(lambda beat: read_beat(run_dir, beat).get("state") == "running")
         self.current: EpochRecord | None = None
         self.board = parse([])
         """What was listed last."""

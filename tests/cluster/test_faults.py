@@ -61,7 +61,7 @@ def test_killed_worker_ends_all_and_a_restart_generates_only_the_rest(
     for rank in (0, 1):
         last = cluster.output(rank).splitlines()[-1]
         assert re.search(
-            r"rank 2 \(.+; last seen in train_rollout, iteration 1, \d+/\d+, silent for \d+ s\) is lost", last
+            r"rank 2 \(.+; last seen in train_rollout, iteration 1, \d+/\d+\) is lost: its process died", last
         ), last
         assert "To resume: run --master --log-path" in last and "and run --worker RANK --log-path" in last
     kept = {
@@ -116,11 +116,10 @@ def test_run_holds_for_a_killed_worker_and_goes_on_with_it(cluster: Cluster, eng
 
     def holds() -> bool:
         status = json.loads(cluster.command("status", "--json"))
-        lost = status["nodes"][2]
-        told = (status["state"], status["iteration"], status["waiting_for"], lost["state"])
-        return told == ("holding", 1, [2], "silent") and lost["silent_s"] >= 4.0  # node_timeout
+        told = (status["state"], status["iteration"], status["waiting_for"], status["nodes"][2]["state"])
+        return told == ("holding", 1, [2], "left")
 
-    cluster.until(holds, "status says where it holds, who is waited for, and since when")
+    cluster.until(holds, "status says where it holds, and who is waited for")
     finished = durable_parts(cluster.run_dir)
     assert not cluster.run_dir.manifest("train", 1).exists(), "the rollout was still going on"
     cluster.start(2)

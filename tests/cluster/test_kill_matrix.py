@@ -59,9 +59,10 @@ def wait_until_dead(cluster: Cluster, rank: int) -> None:
     assert cluster.nodes[rank].returncode == -signal.SIGKILL, cluster.everything_said()
 
 
-def wait_until_lost(cluster: Cluster, survivor: int, victim: int) -> None:
-    """Wait until the survivor says that the victim is lost, from now on; or until it is dead too."""
-    since = len(cluster.output(survivor))
+def wait_until_lost(cluster: Cluster, survivor: int, victim: int, since: int) -> None:
+    """Wait until the survivor says that the victim is lost, in its output from `since` on; or until it is
+    dead too.
+    """
 
     def says_so() -> bool:
         lines = cluster.output(survivor)[since:].splitlines()
@@ -91,6 +92,8 @@ def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
         start(cluster, engine_urls, rank, left[rank].pop(0))
     kept: dict[Any, bytes] = {}
     begun: dict[int, int] = {MASTER: 0, WORKER: 0}
+    said_before: dict[int, int] = {MASTER: 0, WORKER: 0}
+    """By victim: how much the survivor had said when the victim was started."""
     found_lost = 0
     for kill in kills:
         victim = kill.victim
@@ -101,9 +104,9 @@ def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
         survivor = WORKER if victim == MASTER else MASTER
         # Else the survivor is just coming back from its own death: it waits for the other one to start.
         if kill.is_found_lost and "] epoch " in cluster.output(survivor)[begun[survivor] :]:
-            wait_until_lost(cluster, survivor, victim)
+            wait_until_lost(cluster, survivor, victim, said_before[victim])
             found_lost += cluster.nodes[survivor].poll() is None
-        begun[victim] = len(cluster.output(victim))
+        begun[victim], said_before[victim] = len(cluster.output(victim)), len(cluster.output(survivor))
         start(cluster, engine_urls, victim, left[victim].pop(0) if left[victim] else None)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     assert found_lost

@@ -32,16 +32,23 @@ class Machines:
         self.engines: dict[str, Engine] = {}
         self.children: list[Child] = []
         self.numbers = itertools.count(1)
+        self.last_words: dict[Process, tuple[Path, bytes]] = {}
 
     def of(self, node: Process, name: str) -> "list[Child]":
         """The living children of a node that bear this name."""
         return [child for child in self.children if child.node is node and child.name == name and child.lives]
 
     def orphan(self, node: Process) -> None:
-        """The node is gone: its reaper kills what it has left."""
+        """The node is gone: its reaper kills what it has left, and says its last word. Every other time it
+        says none, as if the machine had died.
+        """
         for child in [child for child in self.children if child.node is node and child.lives]:
             delay_s = self.scheduler.random.uniform(0.0, ORPHAN_S)
             self.scheduler.at(self.scheduler.now_s + delay_s, child.kill_now)
+        if node in self.last_words and self.scheduler.random.random() < 0.5:
+            path, content = self.last_words[node]
+            delay_s = self.scheduler.random.uniform(ORPHAN_S, 2 * ORPHAN_S)
+            self.scheduler.at(self.scheduler.now_s + delay_s, partial(_write, path, content))
 
 
 class Child:
@@ -97,6 +104,10 @@ class Child:
         return f"the last words of {self.process.name}"
 
 
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
 def _collect(spool: Path) -> int:
     """Run the product's collector."""
     process.asyncio.run(process.live(process.CollectorProcess(spool)))
@@ -150,5 +161,9 @@ class Children:
                 child.kill_now()
         return True
 
+    def leave_word(self, path: Path, content: bytes) -> None:
+        self._machines.last_words[self._node] = path, content
+
     def close(self, grace_s: float = 5.0) -> None:
+        self._machines.last_words.pop(self._node, None)
         self.kill_groups()

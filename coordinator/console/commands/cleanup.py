@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.commands.leftovers import Leftover, LeftoverKind, Plan, look, plan
+from coordinator.console.views.crew_status import has_left
 from coordinator.directory import manifests, published
 from coordinator.directory.file_names import parse_staging_name, parse_state_name
 from coordinator.directory.layout import MASTER, REMOVED, RunDir
@@ -25,6 +26,7 @@ from coordinator.protocol.heartbeat import read_beat
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord, Records, claim_stopped
 from coordinator.protocol.snapshot import Board, whole_board
+from coordinator.protocol.watch import ENDED
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.directory_access import share_with_group
@@ -57,7 +59,9 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
     if plan(_next_epochs(_boards(crews)), iteration, listed, keep).has_nothing():
         print(f"iteration {iteration} has left nothing in {root}: there is nothing to do")
         return
-    boards = _wait_for_beats(crews, max(patience_s(each.cluster) for each in settings))
+    boards = _boards(crews)
+    if not all(_have_ended(crew, board, newest[crew]) for crew, board in boards.items()):
+        boards = _wait_for_beats(crews, max(patience_s(each.cluster) for each in settings))
     _refuse_finished(run_dir, settings[0], iteration)  # a node may have finished it just before its end
     numbers = _next_epochs(boards)
     listed, keep = look(crews, iteration), _vouched(run_dir, iteration)
@@ -170,6 +174,14 @@ def _publish(run_dir: RunDir, iteration: int, manifest: Mapping[str, Any], group
 def patience_s(cluster: ClusterSettings) -> float:
     """Return how long a node may be silent until it is taken for gone: as in the run itself."""
     return max(BEATS * cluster.beat_interval_s, cluster.node_timeout_s)
+
+
+def _have_ended(crew: RunDir, board: Board, record: EpochRecord | None) -> bool:
+    """Return whether all nodes have said that they have ended, or their reapers have."""
+    return all(
+        has_left(board, record, rank) or read_beat(crew, beat).get("state") == ENDED
+        for rank, beat in board.beats.items()
+    )
 
 
 def _wait_for_beats(crews: Iterable[RunDir], look_s: float) -> Boards:

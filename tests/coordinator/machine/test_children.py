@@ -23,6 +23,7 @@ from coordinator.machine import reaper
 from coordinator.machine.child import Child
 from coordinator.machine.children import COLLECTORS, FORKS, PROGRAMS, ChildError, Children, as_fork
 from coordinator.settings.groups import GroupSettings
+from tests.paths import REPOSITORY
 from trainer.job import forks
 
 GONE_S = 60.0
@@ -183,6 +184,33 @@ def test_child_that_is_starting_when_the_node_is_killed_does_not_survive(slow: s
     assert "" not in spools, "the node has ended by itself"
     assert eventually(lambda: not any(map(os.path.exists, spools)))
     assert eventually(lambda: not processes_with(mark))
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "children.close()", "", "1 / 0"])
+def test_last_word_is_said_for_a_node_that_dies_without_one(end: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    script = f"""
+import os, sys
+from pathlib import Path
+from coordinator.machine.children import Children
+with Children() as children:
+    print(children.spool, flush=True)
+    children.start("child", ["sleep", "1000"])
+    for word in (b"first", b"of two\\nlines"):
+        children.leave_word(Path(sys.argv[1]), word)
+    {end}
+"""
+    node = subprocess.run(
+        [sys.executable, "-c", script, "said"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert eventually(lambda: not os.path.exists(node.stdout.strip())), node.stderr
+    died = end.startswith("os.")
+    assert eventually(said.exists, GONE_S if died else 0.2) is died
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"of two\nlines"] * died
 
 
 def test_killed_reaper_is_replaced_at_the_next_start() -> None:

@@ -53,7 +53,7 @@ def test_failure_of_the_trainer_elsewhere_ends_the_job_here() -> None:
 def test_master_holds_for_a_lost_node_or_goes_on_without_it(event: Event, policy: str) -> None:
     end = end_of(event, is_master=True, on_node_failure=policy)
     assert isinstance(end, NodeLost) and (end.rank, str(end)) == (2, TEXT)
-    assert end.stalled is (event is Event.STALLED)
+    assert end.stalled is (event is Event.STALLED) and end.ended is (event is Event.LEFT)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,12 @@ def test_who_is_lost_is_said_at_once_and_that_they_are_back(
         settings=SimpleNamespace(cluster=cluster),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
-    watch = SimpleNamespace(heeded_later=None, lost=set[int](), silence=SimpleNamespace(silent_s={}))
+    flags = list[Flag]()
+    board = SimpleNamespace(called=lambda epoch, kind: flags if (epoch, kind) == (3, "left") else [])
+    watch = SimpleNamespace(
+        heeded_later=None, lost=set[int](), silence=SimpleNamespace(silent_s={}),
+        current=SimpleNamespace(epoch=3), board=board,
+    )  # fmt: skip
     messages = SimpleNamespace(of_verdict=lambda _: TEXT, master_is_lost=lambda: "holding")
     phase = PhaseEndings(cast(Any, me), cast(Any, None), cast(Any, watch), cast(Any, messages))
     assert phase.say_who_is_lost() == set() and not caplog.messages
@@ -101,3 +106,7 @@ def test_who_is_lost_is_said_at_once_and_that_they_are_back(
     watch.heeded_later, watch.silence.silent_s = None, {}
     phase.say_who_is_lost()
     assert f"rank {rank} is back" not in caplog.messages[2:], "the phase was over, and it was not back"
+    flags.append(Flag(3, 0, 0, 0, "left"))
+    caplog.clear()
+    phase.say_who_is_lost()
+    assert caplog.messages == ([] if is_master else ["holding"]), "the master's process has died"

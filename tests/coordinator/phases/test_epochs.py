@@ -1,12 +1,14 @@
 """The life of a node from epoch to epoch: which errors it comes back from."""
 
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from coordinator.directory.file_names import Beat
 from coordinator.phases import epochs
 from coordinator.protocol.exits import NodeLost
 from rollout.engines.model_dir import WeightsError
@@ -52,22 +54,30 @@ def test_error_that_is_there_with_the_directory_as_well_ends_the_node(
     assert seen.count("epoch") == count
 
 
+@pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize(
     ("said", "text"), [(2, "holding until rank 2 is back"), (None, "rank 2 is lost: silent")]
 )
 def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
-    said: int | None, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    said: int | None,
+    text: str,
+    ended: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", True)
     node: Any = SimpleNamespace(
         trainer=SimpleNamespace(leave_epoch=lambda: None),
-        watch=SimpleNamespace(board=SimpleNamespace(beats={})),
+        watch=SimpleNamespace(board=SimpleNamespace(beats={2: Beat(3, 2, 5, 40)})),
         gathering=SimpleNamespace(lost={}),
         flags=SimpleNamespace(tell=lambda *_given, **_more: None),
         phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
-    epochs._hold(node, NodeLost(2, "rank 2 is lost: silent", False))
+    epochs._hold(node, NodeLost(2, "rank 2 is lost: silent", ended=ended))
+    assert node.gathering.lost == {2: (5, sys.maxsize if ended else 40)}, (
+        "what it still shows is no sign of it"
+    )
     (record,) = caplog.records
     event = {"what": "lost", "rank": 2, "text": "rank 2 is lost: silent"}
     assert (record.getMessage(), vars(record)["event"]) == (text, event)

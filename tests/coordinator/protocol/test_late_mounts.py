@@ -10,6 +10,8 @@ from coordinator.protocol.late_mounts import LateNames
 from coordinator.protocol.snapshot import Board, parse
 
 EPOCH, BEAT_S = 2, 2.0
+LEFT = 99
+"""An incarnation that has left the epoch."""
 
 
 def shown(counter: int, incarnation: int = 1, epoch: int = EPOCH) -> Board:
@@ -24,14 +26,27 @@ def shown(counter: int, incarnation: int = 1, epoch: int = EPOCH) -> Board:
         ([shown(k) for k in (1, 4, 7, 10, 13)], 6.0, None),  # this process looked as rarely
         ([shown(k) for k in (1, 4, 7, 7, 8)], 0.5, None),  # twice is an accident
         ([shown(k, incarnation=k) for k in (1, 4, 7, 10, 13)], 0.5, None),  # each time another process
+        (
+            [shown(k, incarnation=LEFT) for k in (1, 4, 7, 10, 13)],
+            0.5,
+            None,
+        ),  # a node that gathers beats faster
         ([shown(k, epoch=1) for k in (1, 4, 7, 10, 13)], 0.5, None),  # before the epoch nodes beat faster
     ],
-    ids=["a cache of 6 s", "as they come", "rare looks", "an accident", "restarts", "another epoch"],
+    ids=[
+        "a cache of 6 s",
+        "as they come",
+        "rare looks",
+        "an accident",
+        "restarts",
+        "a gathering",
+        "another epoch",
+    ],
 )
 def test_listing_that_shows_several_beats_at_once_has_hidden_them(
     caplog: pytest.LogCaptureFixture, listings: list[Board], passed_s: float, late: str | None
 ) -> None:
-    names = LateNames()
+    names = LateNames(lambda beat: beat.incarnation < LEFT)
     for before, after in itertools.pairwise(listings):
         names.observe(before, after, EPOCH, BEAT_S, passed_s)
         names.say(Path("/shared/exp1"))

@@ -11,7 +11,7 @@ from coordinator.console.commands import cleanup as module
 from coordinator.console.commands.cleanup import cleanup
 from coordinator.console.views.run import Run
 from coordinator.directory import manifests, parts, published
-from coordinator.directory.file_names import Record, parse_protocol_name
+from coordinator.directory.file_names import Beat, Flag, Record, parse_protocol_name
 from coordinator.directory.layout import RunDir
 from coordinator.keeping import resume
 from coordinator.protocol.phase import Phase
@@ -29,13 +29,27 @@ from tests.coordinator.console.commands.interrupted_run import (
     mid_rollout,
     refused,
 )
-from tests.coordinator.examples import group, origin, tree
+from tests.coordinator.examples import group, origin, tree, write_json
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(module, "patience_s", lambda _cluster: 0.06)
     return interrupted_run(tmp_path / "run")
+
+
+def test_nodes_that_have_all_ended_are_not_looked_for(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(run_dir.entry(Flag(3, 0, 0, 1, "left")), {"text": "its process died"})  # by its reaper
+    cleanup(run_dir.root, N, dry_run=True)
+    assert "whether a node still beats" in capsys.readouterr().out, "nobody says that the master has ended"
+    write_json(run_dir.entry(Beat(3, 0, 1, 6)), {"state": "ended"})
+    cleanup(run_dir.root, N, dry_run=True)
+    assert "still beats" not in capsys.readouterr().out
+    beat(run_dir, 1, 2)
+    cleanup(run_dir.root, N, dry_run=True)
+    assert "still beats" in capsys.readouterr().out, "rank 1 was started again"
 
 
 def test_unknown_files_stay_and_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

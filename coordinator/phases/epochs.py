@@ -143,9 +143,10 @@ def _hold(node: Node, loss: NodeLost) -> None:
     """Tell the others that the master has lost a node; their engines stay warm until it gathers all again."""
     node.trainer.leave_epoch()
     beat = node.watch.board.beats.get(loss.rank)
-    comes_anew = loss.stalled or loss.ended
-    counter = sys.maxsize if comes_anew else beat.counter if beat else 0
-    node.gathering.lost[loss.rank] = (beat.incarnation if beat else 0, counter)
+    last = (beat.incarnation, beat.counter) if beat else (0, 0)
+    if loss.stalled or loss.ended:  # a process that has come for it may be beating already
+        last = (node.record.members[loss.rank].incarnation, sys.maxsize)
+    node.gathering.lost[loss.rank] = last
     node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
     text = str(loss)
     if node.phase_endings.forget_loss() == loss.rank:

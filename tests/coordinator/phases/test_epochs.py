@@ -68,16 +68,16 @@ def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
     monkeypatch.setattr(logging.getLogger("coordinator"), "propagate", True)
     node: Any = SimpleNamespace(
         trainer=SimpleNamespace(leave_epoch=lambda: None),
-        watch=SimpleNamespace(board=SimpleNamespace(beats={2: Beat(3, 2, 5, 40)})),
+        watch=SimpleNamespace(board=SimpleNamespace(beats={2: Beat(3, 2, 6, 40)})),
+        record=SimpleNamespace(members={2: SimpleNamespace(incarnation=5)}),
         gathering=SimpleNamespace(lost={}),
         flags=SimpleNamespace(tell=lambda *_given, **_more: None),
         phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
     epochs._hold(node, NodeLost(2, "rank 2 is lost: silent", ended=ended))
-    assert node.gathering.lost == {2: (5, sys.maxsize if ended else 40)}, (
-        "what it still shows is no sign of it"
-    )
+    lost = (5, sys.maxsize) if ended else (6, 40)
+    assert node.gathering.lost == {2: lost}, "incarnation 6 has come for the one that ended"
     (record,) = caplog.records
     event = {"what": "lost", "rank": 2, "text": "rank 2 is lost: silent"}
     assert (record.getMessage(), vars(record)["event"]) == (text, event)

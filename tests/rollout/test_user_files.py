@@ -73,9 +73,9 @@ def test_a_reward_that_imports_from_a_hidden_file_is_told_which_one(tmp_path: Pa
 def test_a_reward_that_cannot_be_imported_is_told_the_line_that_raises(tmp_path: Path) -> None:
     file = tmp_path / "my_rewards.py"
     file.write_text("\nimport no_such_package\n" + SCORE.format(value=0.5))
-    assert resolve(tmp_path, "my_rewards:score").endswith(
-        f"No module named 'no_such_package' ({file}, line 2)"
-    )
+    text = resolve(tmp_path, "my_rewards:score")
+    assert "No module named 'no_such_package'; install it for this Python" in text
+    assert text.endswith(f" ({file}, line 2)")
     file.write_text("def score(task, completion)\n    return 1\n")
     assert resolve(tmp_path, "my_rewards:score").endswith("(my_rewards.py, line 1)")
     assert "(looked for in " in resolve(tmp_path, "no_rewards:score")

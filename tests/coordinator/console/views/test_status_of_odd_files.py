@@ -38,7 +38,8 @@ def test_directory_without_a_run_is_refused(tmp_path: Path, there: str) -> None:
         root.mkdir()
     if there == "a torn run.json":
         (root / "run.json").write_text('{"run_id": ')
-    with pytest.raises(SettingsError, match=f"--log-path {root}: no run there"):
+    reason = "is a file; give the directory of a run" if there == "a file" else "no run there"
+    with pytest.raises(SettingsError, match=f"--log-path {root}: {reason}"):
         Run(root).status()
 
 

@@ -68,6 +68,7 @@ def url() -> Iterator[str]:
     exec(SERVER, names)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # a client may come before the thread has begun
         app = names["server"].streamable_http_app()
         served = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
         thread = threading.Thread(target=served.run, args=([listener],))

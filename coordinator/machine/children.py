@@ -179,8 +179,11 @@ class Children:
     def leave_word(self, path: Path, content: bytes) -> None:
         """Have the reaper write `content` to `path` if this node dies without `close`; the last counts."""
         temporary = self.spool / f"{reaper.LAST_WORD}.tmp"
-        temporary.write_bytes(b"%s\n%s" % (os.fsencode(path.absolute()), content))
-        temporary.replace(self.spool / reaper.LAST_WORD)
+        try:
+            temporary.write_bytes(b"%s\0%s" % (os.fsencode(path.absolute()), content))
+            temporary.replace(self.spool / reaper.LAST_WORD)
+        except OSError as error:
+            logger.warning("the others would not hear at once if this node died: %s", error)
 
     def kill_groups(self) -> bool:
         """SIGKILL all groups of all children at once, wait as `Child.kill`. False if something is left."""

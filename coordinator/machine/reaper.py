@@ -22,7 +22,7 @@ from collections.abc import Callable
 PGID_DIR = "pgid"
 """In this subdirectory of a child's spool every process group to kill has a file named by its number."""
 LAST_WORD = "last_word"
-"""This file of a spool names a path in its first line, and behind it what is to be written there."""
+"""This file of a spool names a path, and behind a zero byte what is to be written there."""
 SPEAK_S = 10
 """How long writing that may take: a hung mount must not keep this process."""
 SETTLE_S = 0.3
@@ -87,7 +87,7 @@ def read_last_word(spool: str) -> tuple[bytes, bytes] | None:
     """Return the path and the content of the node's last word; None if it has ended in order."""
     try:
         with open(os.path.join(spool, LAST_WORD), "rb") as file:
-            path, content = file.read().split(b"\n", 1)
+            path, content = file.read().split(b"\0", 1)
         return path, content
     except FileNotFoundError:
         return None

@@ -25,7 +25,7 @@ RAISE_AGAIN_S = 5.0
 twice as long, and so on."""
 KEPT_RECORDS = 2
 """Records before the present one that stay."""
-DIED = "its process died without a word: by kill -9, or by the kernel as memory ran out (dmesg says so)"
+DIED = "its process died without a word: by a second Ctrl+C, kill -9, a crash, or for lack of memory (dmesg)"
 PATIENCE_S = 5.0
 """How long a flag that was listed may be missing or unreadable when it is read."""
 

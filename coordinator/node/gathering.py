@@ -19,6 +19,7 @@ from coordinator.protocol.on_node_failure import FailurePolicy, failure_policy
 from coordinator.protocol.records import EpochRecord, GivenSettings, Member, claim, new_token
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.split_slots import share_sizes
+from coordinator.protocol.verdict import has_left
 from coordinator.settings.cluster import ClusterSettings
 from rollout.storage.retry import CACHED_S
 
@@ -61,7 +62,7 @@ class Gathering(NodeWait):
             lobby = self.claim_next("lobby")
             self.watch.heart.beat(lobby.epoch)
         prepare()
-        members = self._wait_for_members(lobby.epoch)
+        members = self._wait_for_members(lobby)
         record = self._new_record(lobby.epoch + 1, "full", members)
         if not claim(self.identity.run_dir, record):
             raise self.phase_endings.superseded()
@@ -144,14 +145,14 @@ class Gathering(NodeWait):
             members=members,
         )
 
-    def _wait_for_members(self, since: int) -> dict[int, Member]:
-        """Wait until every rank beats in epoch `since`, or, with `shrink`, for a while."""
+    def _wait_for_members(self, lobby: EpochRecord) -> dict[int, Member]:
+        """Wait until every rank beats in the epoch `lobby`, or, with `shrink`, for a while."""
         cluster = self._cluster
         self._known.clear()  # a node may have another address than in the epoch before
         ends_s = time.monotonic() + self._failure_policy.gathers_for_s(cluster, bool(self.lost))
 
         def together(board: Board) -> dict[int, Member] | None:
-            absent = self._absent(board, since)
+            absent = self._absent(board, lobby)
             complete = not absent or time.monotonic() >= ends_s
             return self._members(board, absent) if complete else None
 
@@ -177,18 +178,19 @@ class Gathering(NodeWait):
     def _commands(self, ranks: Collection[int]) -> str:
         return "; ".join(self.messages.node_command(rank) for rank in sorted(ranks))
 
-    def _absent(self, board: Board, since: int) -> list[int]:
-        """Return the ranks that do not beat in epoch `since` or later: only a process that saw it can.
+    def _absent(self, board: Board, lobby: EpochRecord) -> list[int]:
+        """Return the ranks that do not beat in the epoch `lobby` or later: only a process that saw it can.
 
         A rank that was lost must have beaten since then: its last beat may be in the same epoch.
         """
+        since = lobby.epoch
 
         def is_here(rank: int) -> bool:
             beat = board.beats.get(rank)
             silent_s = self.watch.silence.silent_s.get(rank, 0.0)
             if beat is None or silent_s >= self._cluster.node_timeout_s:
                 return False
-            if self._back_off.is_out(rank, time.monotonic()):
+            if has_left(board, lobby, rank) or self._back_off.is_out(rank, time.monotonic()):
                 return False
             return beat.epoch >= since and beat[2:] > self.lost.get(rank, (0, -1))
 

@@ -121,8 +121,12 @@ class Messages:
 
     def master_is_lost(self) -> str:
         """Return the message of a worker while it holds for its master."""
+        board, current = self._watch.board, self._watch.current
+        calls = board.called(current.epoch, "left") if current else []
+        texts = (self.called(flag) for flag in calls if flag.rank == MASTER)
+        why = "".join(f": {text.partition('. To ')[0]}" for text in texts)
         again = f"to bring it back, on that machine: {self.node_command(MASTER)}"
-        return f"holding: {self.of_rank(MASTER)} is lost; {again}"
+        return f"holding: {self.of_rank(MASTER)} is lost{why}; {again}"
 
     def of_verdict(self, verdict: Verdict) -> str:
         """Return the message about a verdict, for the person at this node."""

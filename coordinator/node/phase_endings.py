@@ -10,7 +10,7 @@ from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.protocol.exits import EpochChanged, Exit, Fenced, NodeEnded, NodeLost, TrainerFailed
 from coordinator.protocol.on_node_failure import failure_policy
-from coordinator.protocol.verdict import Event, Verdict
+from coordinator.protocol.verdict import Event, Verdict, has_left
 from coordinator.protocol.watch import Watch
 from rollout.storage.files import SharedFsError
 
@@ -115,9 +115,7 @@ class PhaseEndings:
         if self._identity.is_master:
             return False
         watch = self._watch
-        if watch.current and any(
-            flag.rank == MASTER for flag in watch.board.called(watch.current.epoch, "left")
-        ):
+        if has_left(watch.board, watch.current, MASTER):
             return True
         silent_s = watch.silence.silent_s.get(MASTER, 0.0)
         return silent_s >= self._identity.settings.cluster.node_timeout_s

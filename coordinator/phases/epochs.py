@@ -147,7 +147,8 @@ def _hold(node: Node, loss: NodeLost) -> None:
     if loss.stalled or loss.ended:  # a process that has come for it may be beating already
         last = (node.record.members[loss.rank].incarnation, sys.maxsize)
     node.gathering.lost[loss.rank] = last
-    node.flags.tell("lost", str(loss), stalled=loss.rank if loss.stalled else None)
+    # If it lives all the same, it has to hear that nobody waits for it.
+    node.flags.tell("lost", str(loss), comes_anew=loss.rank if loss.stalled or loss.ended else None)
     text = str(loss)
     if node.phase_endings.forget_loss() == loss.rank:
         text = f"holding until {node.run_dir.name(loss.rank)} is back"

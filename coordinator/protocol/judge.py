@@ -12,7 +12,7 @@ from coordinator.protocol.liveness import Silence, Standstill, stall_limit_s
 from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
-from coordinator.protocol.verdict import LOSSES, Verdict, decide
+from coordinator.protocol.verdict import LOSSES, Verdict, decide, has_left
 from coordinator.settings.cluster import ClusterSettings
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
@@ -81,10 +81,12 @@ class Judge:
         finishes_share = failure_policy(self._cluster.on_node_failure).finishes_share
         return verdict.event in LOSSES and self._rank == MASTER and finishes_share
 
-    def lost(self, verdict: Verdict | None) -> set[int]:
-        """Return the ranks that are lost, that of the present `verdict` too."""
+    def lost(self, verdict: Verdict | None, board: Board, current: EpochRecord | None) -> set[int]:
+        """Return the ranks that are lost in the epoch `current`, that of the present `verdict` too."""
         limit_s = self._cluster.node_timeout_s
         lost = {rank for rank, silent_s in dict(self.silence.silent_s).items() if silent_s >= limit_s}
+        judged = self._judged(current) if current else set[int]()
+        lost |= {rank for rank in judged if has_left(board, current, rank)}
         if verdict is not None and verdict.rank is not None and verdict.event in LOSSES:
             lost.add(verdict.rank)
         return lost
@@ -109,8 +111,8 @@ class Judge:
                     continue  # the next look reads it
                 self._heard.add(flag)
                 log.warning("holding: %s", document["text"])
-                if document["stalled"] == self._rank:
-                    trip("the others go on without this node: it made no progress")
+                if document["comes_anew"] == self._rank:
+                    trip("the others go on without this node: they have found it lost")
 
     def _judged(self, current: EpochRecord) -> set[int]:
         """Return those whom this node judges: the master the workers, a worker the master."""

@@ -88,6 +88,16 @@ def decide(
     return None
 
 
+def has_left(board: Board, record: EpochRecord | None, rank: int) -> bool:
+    """Return whether the process that takes part in the epoch has said that it leaves, or its reaper that it
+    has died.
+    """
+    if record is None or all(flag.rank != rank for flag in board.called(record.epoch, "left")):
+        return False
+    member = record.members.get(rank)
+    return member is None or board.highest_incarnation(rank) <= member.incarnation
+
+
 def _newer_record(newest: EpochRecord, current: EpochRecord, rank: int, incarnation: int) -> Verdict:
     """Return the Verdict on a newer record: a process that it lists for this one has taken over."""
     if newest.kind == "moved":

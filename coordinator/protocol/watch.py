@@ -207,7 +207,8 @@ class Watch:
                     )
                 if self.verdict and not self.heeded_later:
                     self.stop.set()
-                self.judge.repeat_losses(board, self.current, self.fence.trip)
+                if self.signal is None:  # one that ends may hear that it is lost
+                    self.judge.repeat_losses(board, self.current, self.fence.trip)
             return board
 
     def _list_own(self, at_any_time: bool) -> list[str]:
@@ -218,7 +219,7 @@ class Watch:
     @property
     def lost(self) -> set[int]:
         """The ranks that this node judges to be lost, whether or not the phase goes on."""
-        return self.judge.lost(self.verdict)
+        return self.judge.lost(self.verdict, self.board, self.current)
 
     @property
     def guests(self) -> dict[int, int]:

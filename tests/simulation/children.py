@@ -19,6 +19,8 @@ from tests.simulation.trainers import Job, Trainer
 
 ORPHAN_S = 2.0
 """How long the reaper of a killed node takes to kill its children, at most."""
+LATE_WORD_S = 20.0
+"""When it has said the node's last word, at the latest: another process of that rank may be there by then."""
 
 
 class Machines:
@@ -47,7 +49,7 @@ class Machines:
             self.scheduler.at(self.scheduler.now_s + delay_s, child.kill_now)
         if node in self.last_words and self.scheduler.random.random() < 0.5:
             path, content = self.last_words[node]
-            delay_s = self.scheduler.random.uniform(ORPHAN_S, 2 * ORPHAN_S)
+            delay_s = self.scheduler.random.uniform(ORPHAN_S, LATE_WORD_S)
             self.scheduler.at(self.scheduler.now_s + delay_s, partial(_write, path, content))
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.console.commands.leftovers import Leftover, LeftoverKind, Plan, look, plan
-from coordinator.console.views.crew_status import has_left
 from coordinator.directory import manifests, published
 from coordinator.directory.file_names import parse_staging_name, parse_state_name
 from coordinator.directory.layout import MASTER, REMOVED, RunDir
@@ -60,7 +59,7 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
         print(f"iteration {iteration} has left nothing in {root}: there is nothing to do")
         return
     boards = _boards(crews)
-    if not all(_have_ended(crew, board, newest[crew]) for crew, board in boards.items()):
+    if not all(_have_ended(crew, board) for crew, board in boards.items()):
         boards = _wait_for_beats(crews, max(patience_s(each.cluster) for each in settings))
     _refuse_finished(run_dir, settings[0], iteration)  # a node may have finished it just before its end
     numbers = _next_epochs(boards)
@@ -176,12 +175,9 @@ def patience_s(cluster: ClusterSettings) -> float:
     return max(BEATS * cluster.beat_interval_s, cluster.node_timeout_s)
 
 
-def _have_ended(crew: RunDir, board: Board, record: EpochRecord | None) -> bool:
-    """Return whether all nodes have said that they have ended, or their reapers have."""
-    return all(
-        has_left(board, record, rank) or read_beat(crew, beat).get("state") == ENDED
-        for rank, beat in board.beats.items()
-    )
+def _have_ended(crew: RunDir, board: Board) -> bool:
+    """Return whether all nodes, and with them their children, have said that they have ended."""
+    return all(read_beat(crew, beat).get("state") == ENDED for beat in board.beats.values())
 
 
 def _wait_for_beats(crews: Iterable[RunDir], look_s: float) -> Boards:

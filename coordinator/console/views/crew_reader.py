@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.console.views.crew_status import CrewSnapshot, Said, has_left
+from coordinator.console.views.crew_status import CrewSnapshot, Said
 from coordinator.console.views.heartbeats import heartbeat_values
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import MASTER, RunDir
@@ -16,6 +16,7 @@ from coordinator.protocol.liveness import Silence
 from coordinator.protocol.phase import Phase, phases_of
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, whole_board
+from coordinator.protocol.verdict import has_left
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files

@@ -12,6 +12,7 @@ from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import run_dirs
 from coordinator.protocol.records import EpochRecord
 from coordinator.protocol.snapshot import Board
+from coordinator.protocol.verdict import has_left
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.tree import RunSettings
 
@@ -175,11 +176,3 @@ class CrewSnapshot:
         if machine >= GUESTS:
             return 0.0
         return cluster.weight(machine) if machine < cluster.num_nodes else 1.0
-
-
-def has_left(board: Board, record: EpochRecord | None, rank: int) -> bool:
-    """Return whether the process that takes part in the epoch has said that it leaves."""
-    if record is None or all(flag.rank != rank for flag in board.called(record.epoch, "left")):
-        return False
-    member = record.members.get(rank)
-    return member is None or board.highest_incarnation(rank) <= member.incarnation

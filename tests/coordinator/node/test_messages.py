@@ -11,6 +11,7 @@ from coordinator.node.identity import Identity
 from coordinator.node.messages import Messages
 from coordinator.node.position import Position
 from coordinator.protocol.phase import Phase
+from coordinator.protocol.snapshot import parse
 from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
@@ -48,6 +49,7 @@ def messages(
     watch = SimpleNamespace(
         heartbeat=lambda rank: SAID if rank == 2 else {},
         current=record(),
+        board=parse([]),
         silence=SimpleNamespace(silent_s={2: silent_s}),
         judge=SimpleNamespace(standstill=SimpleNamespace(still_s={2: 1900.0})),
     )

@@ -87,7 +87,7 @@ def test_who_is_lost_is_said_at_once_and_that_they_are_back(
     board = SimpleNamespace(called=lambda epoch, kind: flags if (epoch, kind) == (3, "left") else [])
     watch = SimpleNamespace(
         heeded_later=None, lost=set[int](), silence=SimpleNamespace(silent_s={}),
-        current=SimpleNamespace(epoch=3), board=board,
+        current=SimpleNamespace(epoch=3, members={}), board=board,
     )  # fmt: skip
     messages = SimpleNamespace(of_verdict=lambda _: TEXT, master_is_lost=lambda: "holding")
     phase = PhaseEndings(cast(Any, me), cast(Any, None), cast(Any, watch), cast(Any, messages))

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from coordinator.directory.file_names import Beat, Flag, Record
+from coordinator.directory.layout import RunDir
 from coordinator.protocol.exits import NodeEnded
+from coordinator.protocol.judge import Judge
 from coordinator.protocol.liveness import Silence
 from coordinator.protocol.records import EpochRecord, Records, claim
 from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import Event, Verdict, decide
+from coordinator.settings.loading import build
 from rollout.storage import files
 from tests.coordinator.examples import board, record, run_dir_at
 from tests.paths import REPOSITORY
@@ -91,6 +94,20 @@ def test_node_never_judges_itself() -> None:
 
 def test_master_hears_that_a_worker_left() -> None:
     assert verdict(LEFT) == Verdict(Event.LEFT, 1, LEFT)
+
+
+def test_all_who_left_are_lost_at_once_until_another_process_of_theirs_beats() -> None:
+    judge = Judge(RunDir(Path()), 0, build({"cluster.num_nodes": 3}))
+    both = (LEFT, LEFT._replace(rank=2))
+    found = verdict(*both)
+    assert found and found.rank == 1
+    assert judge.lost(found, board(*ALIVE, *both), CURRENT) == {1, 2}
+    assert judge.lost(None, board(*ALIVE, *both, RETURNED), CURRENT) == {1}
+    assert (
+        judge.lost(None, board(*ALIVE, *both), record(epoch=3))
+        == judge.lost(None, board(*both), None)
+        == set()
+    )
 
 
 def test_worker_that_left_is_the_masters_affair() -> None:

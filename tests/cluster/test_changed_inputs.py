@@ -51,6 +51,7 @@ def test_open_iteration_whose_code_has_changed_waits_for_a_decision(
     until_some_are_finished(cluster)
     cluster.kill(0)
     cluster.wait()
+    cluster.until(lambda: not cluster.left_behind(), "its reaper's word")
 
     write_rewards(tmp_path / "code", "2.5")
     before = sorted(path.name for path in cluster.root.rglob("*"))
@@ -97,7 +98,7 @@ def test_all_nodes_score_with_the_reward_of_the_master(
     until_some_are_finished(cluster)
     cluster.kill(0)
     cluster.nodes[0].wait()
-    cluster.until(lambda: "is lost; to bring it back" in cluster.output(1), "the worker to hold")
+    cluster.until(lambda: "; to bring it back, on that machine" in cluster.output(1), "the worker to hold")
     time.sleep(0.5)
     cluster.start(0, *given, "rollout.reward=my_rewards:other", prefix=prefix)
     assert cluster.wait() == [0, 0], cluster.everything_said()

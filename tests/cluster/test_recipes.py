@@ -70,13 +70,14 @@ def test_command_of_a_recipe_is_understood(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     words = shlex.split(command.replace("/shared/", f"{tmp_path}/"))
-    if words[0] != "run" or "--worker" in words:
+    if words[0] != "run" or "--worker" in words or "export" in words:
         assert command.startswith(
             (
                 "vllm serve",
                 "python -m rollout.engines.embedded.server",
                 "python -m scripts.real_model",
                 "run --worker 1",
+                "run export --merge",
             )
         )
         return

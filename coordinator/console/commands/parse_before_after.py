@@ -197,7 +197,7 @@ def export(
     iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
     merge: Annotated[bool, option("--merge", help="Add the adapter to its base model.")] = False,
     dtype: Annotated[
-        str | None, option("--dtype", metavar="DTYPE", help="Of a merged model; default: its base's.")
+        str | None, option("--dtype", metavar="DTYPE", help="Of the weights; default: as they are saved.")
     ] = None,
     log_path: LogPath = Path("runs/default"),
 ) -> int:

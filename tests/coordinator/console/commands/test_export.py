@@ -4,20 +4,24 @@ import hashlib
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.console.commands.export import _card, _name_base, export
+from coordinator.console.commands.export import _name_base, export
+from coordinator.console.commands.model_card import model_card
 from coordinator.directory.chain import write_proof
 from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.directory.published import read_result
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement
+from coordinator.protocol.records import GivenSettings, claim
+from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
 from rollout.storage import hashing
-from tests.coordinator.examples import run_dir_at, tree, write_checkpoint, write_json
+from tests.coordinator.examples import record, run_dir_at, tree, write_checkpoint, write_json
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def test_export_holds_the_model_and_a_card_that_the_hub_reads(run_dir: RunDir, t
     assert (out / "model.safetensors").read_bytes() == b"weights 1"
     _, head, text = (out / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head)["base_model"] == "some/model"
-    assert "Evaluation reward: 0.75" in text and "Iterations of training: 1" in text and "sums.jsonl" in text
+    assert "Evaluation: 0.750\n" in text and "Iterations of training: 1" in text and "sums.jsonl" in text
     result = read_result(run_dir.checkpoint(1))
     assert json.loads((out / "proof.json").read_text()) == {
         "run_id": "c0ffee",
@@ -77,7 +81,7 @@ def test_card_of_a_model_that_sees_says_so(run_dir: RunDir, tmp_path: Path) -> N
         ({"image_token_id": 3, "vision_config": {}}, "image-text-to-text"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert f"pipeline_tag: {task}\n" in _card(run_dir, find_run(run_dir.root), 1, tmp_path)
+        assert f"pipeline_tag: {task}\n" in model_card(run_dir, find_run(run_dir.root), 1, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_exported_adapter_names_the_base_model_on_the_hub_where_it_is_known(
     config = write_json(tmp_path / "out" / "adapter_config.json", {"base_model_name_or_path": "/on/a/node"})
     _name_base(config.parent, run)
     assert json.loads(config.read_text())["base_model_name_or_path"] == (base or model)
-    card = _card(run_dir, run, 1, config.parent)
+    card = model_card(run_dir, run, 1, config.parent)
     assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == base
     assert f"Started from: {started_from}\n" in card
 
@@ -132,6 +136,70 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
     assert "library_name: transformers" in (out / "README.md").read_text()
     assert tree(out) == {"model.safetensors", "README.md", "proof.json"}
     assert "of the base" not in (out / "proof.json").read_text()
+
+
+def test_card_of_a_run_from_fine_tuning_follows_it_to_the_base_model(run_dir: RunDir, tmp_path: Path) -> None:
+    """From a checkpoint of another run, from an export of that, and with adapters beside."""
+    start(run_dir, {"trainer.algorithm": "sft"})
+    export(run_dir.root, 1, tmp_path / "sft-model")
+    card = (tmp_path / "sft-model" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["sft"]
+    assert "Reward" not in card and "Algorithm: sft" in card and "AutoModelForCausalLM" in card
+    checkpoint = f"{run_dir.checkpoint(1)}"
+    for name, model, words, more in (
+        ("rl", checkpoint, "adder, iteration 1 (sft of some/model)", {"trainer.algorithm": "grpo"}),
+        ("later", f"{tmp_path}/sft-model", "sft-model (some/model)", {"trainer.lora.rank": 16}),
+    ):
+        other = run_dir_at(tmp_path / name)
+        fixed = {"model": {"name": model, "digest": "1"}, "tasks": {"name": "/data/sums.jsonl"}}
+        write_json(other.run_json, {"run_id": name, "format": FORMAT, "fixed": fixed})
+        start(other, {"rollout.reward": "numeric", "eval_tasks": "/data/test.jsonl", **more})
+        write_checkpoint(other.checkpoint(2), 2)
+        scored = {"iteration": 2, "kind": "both", "reward": 0.5, "eval_reward": 0.75, "eval_error": 0.05}
+        other.metrics.write_text(json.dumps(scored) + "\n")
+        export(other.root, 2, tmp_path / f"{name}-model")
+        _, head, text = (tmp_path / f"{name}-model" / "README.md").read_text().split("---\n")
+        assert f"- Started from: {words}\n" in text
+        tags = ["reinforcement-learning", "grpo" if name == "rl" else "lora"]
+        assert yaml.safe_load(head)["base_model"] == "some/model" and yaml.safe_load(head)["tags"] == tags
+        assert "- Evaluation: 0.750 ± 0.098 on test.jsonl, of iteration 1\n" in text
+        assert "- Samples a step: 512\n" in text and "- Learning rate: 1e-06\n" in text
+        assert "- Reward: numeric\n" in text and ("- LoRA: rank 16" in text) == (name == "later")
+
+
+def test_whole_model_is_exported_in_another_number_type(
+    run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file of weights, and the config; what is no floating-point number stays. An adapter does not."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    directory = run_dir.checkpoint(2)
+    weights = {"a": torch.tensor([1.0, 1.0001]), "steps": torch.tensor([7])}
+    save_file(weights, directory / "model.safetensors")
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32", "layers": 2}}
+    (directory / "config.json").write_text(json.dumps(config))
+    names = ("model.safetensors", "config.json")
+    result = read_result(directory)
+    facts = {**result.files, **{name: hashing.file_facts(directory / name) for name in names}}
+    (directory / "result.json").write_bytes(result.model_copy(update={"files": facts}).to_json())
+    export(run_dir.root, 2, tmp_path / "out", dtype="bfloat16")
+    cast = load_file(tmp_path / "out" / "model.safetensors")
+    assert cast["a"].equal(weights["a"].bfloat16()) and cast["steps"].equal(weights["steps"])
+    text_config = {"dtype": "bfloat16", "layers": 2}
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert made == {"dtype": "bfloat16", "text_config": text_config}
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "config.json").unlink()
+    with pytest.raises(SettingsError, match="--dtype bfloat16: iteration 2 is an adapter; add --merge for"):
+        export(run_dir.root, 2, tmp_path / "other", dtype="bfloat16")
+
+
+def start(run_dir: RunDir, settings: dict[str, Any]) -> None:
+    """Publish the record of a start with these settings."""
+    tree = build({"model": "some/model", "tasks": "/data/sums.jsonl", **settings})
+    given = GivenSettings(host="node", settings=settings)
+    claim(run_dir, record(settings=tree, members={0: 1}).model_copy(update={"given": given}))
 
 
 def test_newest_checkpoint_is_exported_by_default(run_dir: RunDir, tmp_path: Path) -> None:
@@ -178,8 +246,7 @@ def test_damaged_checkpoint_is_not_exported(run_dir: RunDir, tmp_path: Path) -> 
         (["-o", "adder/run.json/out"], "run.json/out: File exists"),
         (["-o", "adder"], "adder: is there already"),
         (["--merge"], "--merge: iteration 2 of"),
-        (["--dtype", "bfloat16"], "--dtype bfloat16: add --merge"),
-        (["--merge", "--dtype", "int8"], "--dtype int8: give bfloat16, float16, float32"),
+        (["--dtype", "int8"], "--dtype int8: give bfloat16, float16, float32"),
     ],
 )
 def test_bad_input_of_export_is_one_line(

@@ -200,7 +200,9 @@ class RolloutSettings(Settings):
         return variables
 
 
-WRITTEN = ("demonstration", "preference", "labelled")
+DEMONSTRATION = "demonstration"
+"""The environment whose samples all have the reward 1."""
+WRITTEN = (DEMONSTRATION, "preference", "labelled")
 """The environments whose samples are written in the tasks."""
 
 

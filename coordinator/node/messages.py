@@ -62,6 +62,12 @@ class Messages:
         more = self.resume_command(f" --iterations {2 * done}")
         return f"the run is finished, with {done} iteration{'s' * (done != 1)}; to go on, for example: {more}"
 
+    def unevaluated(self) -> str:
+        """Return how to score the last checkpoint, which no iteration evaluates; nothing without tasks."""
+        settings = self._identity.of_run
+        has_tasks = settings.evaluation_tasks is not None or settings.eval_sets
+        return f"the last checkpoint has no score yet: run eval --log-path {self._path}" if has_tasks else ""
+
     def node_command(self, rank: int) -> str:
         """Return the command that starts a node."""
         if rank >= GUESTS:

@@ -10,7 +10,7 @@ import time
 
 from coordinator.keeping import policy_choice, resume
 from coordinator.node.node import Node
-from coordinator.phases.metrics import summary
+from coordinator.phases.metrics import is_scored, summary
 from coordinator.protocol.exits import EpochChanged
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import Board
@@ -84,7 +84,7 @@ def _say_news(node: Node) -> None:
         return
     line = node.finished.look().newest or {"iteration": 0}
     if node.announced is not None and line["iteration"] > node.announced:
-        log.info("%s", summary(line, node.settings.iterations))
+        log.info("%s", summary(line, node.settings.iterations, is_scored(node.settings)))
     node.announced = line["iteration"]
 
 

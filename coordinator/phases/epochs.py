@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from coordinator.directory import published
 from coordinator.directory.layout import MASTER
+from coordinator.directory.metrics_file import measured
 from coordinator.directory.published import Incomplete
 from coordinator.keeping.resume import next_iteration
 from coordinator.keeping.trainer_states import wait_for_newest
@@ -121,7 +123,7 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     record = node.gathering.gather(partial(_prepare, node)) if node.is_master else node.pending.pend()
     node.enter(record)
     nodes = len(record.members)
-    log.info("epoch %d: %d node%s", record.epoch, nodes, "s"[: nodes > 1])
+    log.info("%d %s part (epoch %d)", nodes, "node takes" if nodes == 1 else "nodes take", record.epoch)
     iterate(node)
     if node.is_master:
         if Phase.TRAINING in phases_of(node.settings.kind):
@@ -206,6 +208,16 @@ def finish(node: Node) -> None:
     """Say that nothing is left to do: workers end with 0, those that wait for a master too."""
     node.gathering.finish()
     log.info("%s", _farewell(node))
+    trains = Phase.TRAINING in phases_of(node.settings.kind)
+    if trains and not _is_newest_evaluated(node) and (text := node.messages.unevaluated()):
+        log.info("%s", text)
+
+
+def _is_newest_evaluated(node: Node) -> bool:
+    """Return whether an iteration has evaluated the policy of the newest checkpoint."""
+    newest = published.latest_before(node.run_dir, sys.maxsize)
+    lines = published.metrics_lines(node.run_dir)
+    return any(measured(line) == newest and line.get("eval_reward") is not None for line in lines)
 
 
 def _farewell(node: Node) -> str:

@@ -20,6 +20,7 @@ from coordinator.protocol.chunks import measured_weights, paces_of
 from coordinator.protocol.phase import Phase, spent_s
 from coordinator.settings.tree import RunSettings
 from rollout.engines.kinds.choice import engine_kind
+from rollout.settings import DEMONSTRATION
 from rollout.storage import files
 from rollout.storage.lines import append_line
 from trainer.statistics import BY_SOURCE
@@ -88,7 +89,7 @@ def end_iteration(node: Node, iteration: Iteration, payloads: dict[int, Payload]
         append_line(node.run_dir.metrics, json.dumps(line))
         before = node.finished.newest  # a master may have died without sending it
         node.sinks.write([line] if before is None else [before, line])
-        log.info("%s", summary(line, node.settings.iterations))
+        log.info("%s", summary(line, node.settings.iterations, is_scored(node.settings)))
         if warning := disagreement(line, node.settings):
             log.warning("%s", warning)
     old = [*retire_checkpoints(node, iteration), *retire_states(node.run_dir)]
@@ -267,7 +268,12 @@ def disagreement(line: Mapping[str, Any], settings: RunSettings) -> str | None:
     )
 
 
-def summary(line: dict[str, Any], iterations: int | None) -> str:
+def is_scored(settings: RunSettings) -> bool:
+    """Return whether rewards of the samples say something: each demonstration has 1."""
+    return settings.rollout.environment != DEMONSTRATION
+
+
+def summary(line: dict[str, Any], iterations: int | None, with_reward: bool = True) -> str:
     """`iteration 3/16 | reward 0.61 | eval 0.93 | length 312, 3 % cut | loss 0.0412 | entropy 0.52 |
     1,434 tok/s | 4.1 s | nodes busy 83 %`; without what the iteration has not measured.
 
@@ -275,7 +281,7 @@ def summary(line: dict[str, Any], iterations: int | None) -> str:
     """
     total = f"/{iterations}" if iterations else ""
     text = [f"iteration {line['iteration']}{total}"]
-    text += [f"reward {line['reward']:.3f}"] if line["reward"] is not None else []
+    text += [f"reward {line['reward']:.3f}"] if with_reward and line["reward"] is not None else []
     text += [f"eval {line['eval_reward']:.3f}"] if line["eval_reward"] is not None else []
     sets: dict[str, dict[str, Any]] = line.get("eval") or {}
     # `run eval` has all tasks in sets; the one of --eval-tasks is called like their mean.

@@ -19,10 +19,13 @@ from coordinator.start.start import NodeStart
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters
 from rollout.environment_variables import cores, memory_bytes
-from rollout.settings import GENERATED, PROGRAMS
+from rollout.settings import DEMONSTRATION, GENERATED, PROGRAMS
 
 MOST_ODD = 3
 """So many lines say what this machine lacks; `run doctor` says all."""
+
+PLACES = ("writes to", "look", "")
+"""Titles of the lines that name the run directory, which `run eval` without -o removes at its end."""
 
 
 def announcement(start: NodeStart, first: int | None) -> list[str]:
@@ -48,12 +51,17 @@ def announcement(start: NodeStart, first: int | None) -> list[str]:
         "look": f"run status --watch --log-path {shlex.quote(str(start.run_dir.root))}",
         "": "(run logs and run report take the same --log-path)",
     }
-    return [f"{title:<10}{text}" for title, text in texts.items() if text] + odd_here()
+    return [title_text(title, text) for title, text in texts.items() if text] + odd_here()
+
+
+def title_text(title: str, text: str) -> str:
+    """Return one line of an announcement."""
+    return f"{title:<10}{text}"
 
 
 def odd_here() -> list[str]:
     """Return the lines about what this machine lacks, MOST_ODD at most."""
-    return [f"{'odd here':<10}{text}" for text in islice(oddities(), MOST_ODD)]
+    return [title_text("odd here", text) for text in islice(oddities(), MOST_ODD)]
 
 
 def _crews(settings: RunSettings) -> str:
@@ -71,6 +79,8 @@ def _reward(settings: RunSettings, inputs: Inputs) -> str:
     ):  # named sets alone, as of run eval
         of_sets = (f"{each.reward}, environment {each.environment}" for each in settings.eval_sets.values())
         return "; ".join(dict.fromkeys(of_sets))
+    if environment == DEMONSTRATION:
+        return f"{settings.rollout.scoring}, in evaluations" if inputs.eval_tasks is not None else ""
     if environment.startswith(PROGRAMS):
         return f"of the environment {environment}"
     return f"{settings.rollout.scoring}, environment {environment}"

@@ -90,6 +90,9 @@ def test_checkpoint_is_scored_alone_as_the_run_has_scored_it_and_the_run_stays_a
     assert cluster.run(1, *FAST, "eval.interval=1", *named, "--iterations", "2") == [0]
     of_run = cluster.metrics()[1]
     assert of_run["policy_iteration"] == 1
+    (log,) = cluster.run_dir.logs(0).glob("node*.log")
+    text = f"the last checkpoint has no score yet: run eval --log-path {cluster.root}\n"
+    assert log.read_text().endswith(text)
     before = {name: (cluster.root / name).stat().st_mtime_ns for name in tree(cluster.root)}
     root = str(cluster.root)
 
@@ -103,7 +106,8 @@ def test_checkpoint_is_scored_alone_as_the_run_has_scored_it_and_the_run_stays_a
     assert said["sets"]["eval"]["reward"] == of_run["eval_reward"]
     low, high = said["sets"]["short"]["interval"]
     assert low < said["sets"]["short"]["reward"] < high
-    kept = RunDir(Path(said["log_path"]))
+    kept = RunDir(tmp_path / "kept")
+    assert said["log_path"] == str(kept.root) and f"writes to {kept.root}" in ended.stderr
     assert (kept.trajectories("eval", 1) / "groups.jsonl").exists()
 
     # A directory needs no run; nothing is kept.
@@ -112,6 +116,10 @@ def test_checkpoint_is_scored_alone_as_the_run_has_scored_it_and_the_run_stays_a
     assert ended.returncode == 0, ended.stderr
     header, row, *_ = ended.stdout.splitlines()[2:]
     assert header.split() == ["set", "tasks", "samples", "score", "length", "truncated"]
+    assert ended.stdout.splitlines()[-1].endswith(
+        "--reward length -o DIR keeps them, for run samples --log-path DIR"
+    )
+    assert "writes to" not in ended.stderr and "run status" not in ended.stderr and "model " in ended.stderr
     assert row.split()[:3] == ["eval", "7", "7"] and "\N{PLUS-MINUS SIGN}" in row
     assert {name: (cluster.root / name).stat().st_mtime_ns for name in tree(cluster.root)} == before
 

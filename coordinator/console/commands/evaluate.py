@@ -29,6 +29,7 @@ from coordinator.node.messages import STARTED_BY
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.start.announcement import PLACES, title_text
 from coordinator.start.refusals_of_models import refuse_run
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
@@ -89,22 +90,26 @@ def evaluate(
         # Tasks to train on are asked for, and never used here: those of the run may be large.
         tasks = directory / "no_training.jsonl"
         tasks.write_text('{"messages": "none"}\n')
-        log_path = directory / "run"
-        code = _run(log_path, {**settled, "tasks": str(tasks)})
+        code = _run(directory, {**settled, "tasks": str(tasks)}, is_kept=out is not None)
         if code != Exit.DONE:
             if code == Exit.USAGE and out is not None:
                 shutil.rmtree(out)
             return code
-        line = Run(log_path).metrics()[-1]
+        line = Run(directory).metrics()[-1]
     scores: dict[str, Any] = {name: _with_interval(entry) for name, entry in line[SCORES].items()}
-    where = str(log_path) if out is not None else None
     if as_json:
-        print(json.dumps({"checkpoint": str(model), "sets": scores, "log_path": where}))
+        print(json.dumps({"checkpoint": str(model), "sets": scores, "log_path": out and str(out)}))
     else:
         print("\n".join([f"checkpoint {model}", "", *_table(scores)]))
-        if where:
-            print(f"\nsamples    run report --log-path {where}")
+        print(f"\nsamples    {_where_samples(out)}")
     return exit_code(scores)
+
+
+def _where_samples(out: Path | None) -> str:
+    """Return the command that shows the samples; without `out` they are gone, so that which keeps them."""
+    if out is None:
+        return f"{shlex.join(['run', *sys.argv[1:]])} -o DIR keeps them, for run samples --log-path DIR"
+    return f"run samples --log-path {shlex.quote(str(out))}"
 
 
 def exit_code(scores: Mapping[str, Mapping[str, Any]]) -> Exit:
@@ -182,15 +187,19 @@ def _directory(out: Path | None) -> Generator[Path]:
         yield Path(temporary)
 
 
-def _run(log_path: Path, overrides: Mapping[str, Any]) -> int:
-    """Run the one node of the evaluation; its lines go to stderr."""
+def _run(log_path: Path, overrides: Mapping[str, Any], is_kept: bool) -> int:
+    """Run the one node of the evaluation; its lines go to stderr. `is_kept`: the directory stays."""
     interrupts = Interrupts()
     argv = [*run_command("--master", "--log-path", str(log_path)), *as_overrides(overrides)]
+    places = [title_text(title, "") for title in PLACES]
+
+    def echo(line: str) -> None:
+        if is_kept or not any(f"] {beginning}" in line for beginning in places):
+            print(as_typed(plain(line)), file=sys.stderr)
+
     with Children() as children:
         environment = {STARTED_BY: shlex.join(["run", *sys.argv[1:]])}
-        node = children.start(
-            "node-0", argv, env=environment, echo=lambda line: print(as_typed(plain(line)), file=sys.stderr)
-        )
+        node = children.start("node-0", argv, env=environment, echo=echo)
         (code,) = follow([node], interrupts)
         children.close()
     return code if code >= 0 else Exit.LOST

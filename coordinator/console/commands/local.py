@@ -32,8 +32,9 @@ from coordinator.start.inputs import load_inputs
 from coordinator.start.log_path import check_log_path
 from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.request import StartRequest
-from coordinator.start.start import resume_given
+from coordinator.start.start import last_start, resume_given
 from rollout.environment_variables import cores, omp_threads
+from rollout.settings import DEMONSTRATION
 
 LOOK_S = 0.25
 GRACE_S = 15.0
@@ -148,9 +149,10 @@ def _say_results(root: Path) -> None:
         run = Run(root)
     except SettingsError:  # it ended before the run began
         return
-    lines = run.metrics()
+    lines, last = run.metrics(), last_start(root)
+    is_scored = last is None or last.settings["rollout"]["environment"] != DEMONSTRATION
     for title, name in (("reward    ", "reward"), ("evaluation", "eval_reward")):
-        known = [line for line in lines if line.get(name) is not None]
+        known = [line for line in lines if line.get(name) is not None and (is_scored or name != "reward")]
         texts = [f"{line[name]:.3f} in iteration {line['iteration']}" for line in (*known[:1], *known[-1:])]
         if texts:
             print(title, ", ".join(dict.fromkeys(texts)))

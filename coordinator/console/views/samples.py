@@ -3,14 +3,16 @@
 import asyncio
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from coordinator.console.views.run import Run
+from coordinator.directory import published
 from coordinator.directory.layout import Kind, RunDir
+from coordinator.phases import eval_sets
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import find_data
 from coordinator.start.inputs import base_model_dir
@@ -34,10 +36,12 @@ class ShownSample(NamedTuple):
 
 
 def show_samples(root: Path, iteration: int | None, count: int, order: Order, kind: Kind) -> None:
-    """Print `count` samples of an iteration (None: the newest that has any), in bold what was generated.
-    SettingsError if there are none.
+    """Print `count` samples of an iteration (None: the newest that has any), in bold what was generated; of
+    the evaluation, where a run has nothing else. SettingsError if there are none.
     """
     run = Run(root)
+    if not run.collected(kind) and run.collected("eval"):
+        kind = "eval"
     if iteration is None:
         iteration = max(run.collected(kind), default=1)
     chosen = choose_samples(list(run.trajectories(iteration, kind)), order)[:count]
@@ -46,14 +50,15 @@ def show_samples(root: Path, iteration: int | None, count: int, order: Order, ki
         raise SettingsError(f"{root}: iteration {iteration} has no {kind} sample{of_flat}")
     start = last_start(root)
     settings = RunSettings.published(start.settings) if start else RunSettings()
-    answers, tokenizer = _answers(settings, kind), _tokenizer(run, settings)
+    answers, tokenizer = _answers(run.run_dir, iteration, settings, kind), _tokenizer(run, settings)
     begin, end = (BOLD, PLAIN) if sys.stdout.isatty() else ("", "")
     try:
         for group, sample in chosen:
             print(_title(iteration, group, sample))
             for text, is_generated in _texts(run.run_dir, group, sample, tokenizer):
                 print(f"{begin}{text}{end}" if is_generated else text, end="")
-            print(f"\n--- answer: {answers[group.task_id]}\n" if group.task_id in answers else "\n")
+            answer = answers(group)
+            print("\n" if answer is None else f"\n--- answer: {answer}\n")
     finally:
         close_tokenizer()
 
@@ -127,15 +132,40 @@ def _tokenizer(run: Run, settings: RunSettings) -> LocalTokenizer | None:
         return None
 
 
-def _answers(settings: RunSettings, kind: Kind) -> Mapping[str, Any]:
-    """Return the answers of the tasks by id; {} where the tasks are not here (any more)."""
-    source = settings.tasks if kind == "train" else settings.eval_tasks or settings.tasks
+def _answers(
+    run_dir: RunDir, iteration: int, settings: RunSettings, kind: Kind
+) -> Callable[[Group], Any | None]:
+    """Return what gives the answer to the task of a group; None where it has none, or is not here now."""
+    if kind == "train":
+        of_training = _answers_of(settings.tasks, settings, "train", settings.columns)
+        return lambda group: of_training.get(group.task_id)
+    source = settings.evaluation_tasks or settings.tasks
+    opened = published.read_json(run_dir.iteration_json(iteration)) or {}
+    sets = [(each, settings.eval_sets.get(each.name)) for each in eval_sets.of_opened(opened)]
+    unnamed = _answers_of(source, settings, "eval", settings.eval_columns)
+    named = [
+        (each.begin, each.end, _answers_of(chosen.tasks, settings, "eval", chosen.columns))
+        for each, chosen in sets
+        if chosen is not None
+    ]
+
+    def of_evaluation(group: Group) -> Any | None:
+        of_its_set = [answers for begin, end, answers in named if begin <= group.slot < end]
+        return (of_its_set or [unnamed])[0].get(group.task_id)
+
+    return of_evaluation
+
+
+def _answers_of(
+    source: str, settings: RunSettings, split: Literal["train", "eval"], columns: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Return the answers of tasks by id; {} where the tasks are not here (any more)."""
     try:
         tasks = load_tasks(
             find_data(source, settings),
             seed=settings.rollout.seed,
-            split="train" if kind == "train" else "eval",
-            columns=settings.columns,
+            split=split,
+            columns=columns,
             directory=None,
         )
     except (TaskError, OSError):

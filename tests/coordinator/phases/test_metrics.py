@@ -64,6 +64,7 @@ def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     assert metrics.summary(held, 8) == said
     whole = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 49.0, "training": 5.5}}
     assert metrics.summary(whole, 8) == "iteration 3/8 | reward 0.500 | 55.0 s | nodes busy 99 %"
+    assert metrics.summary(whole, 8, with_reward=False) == "iteration 3/8 | 55.0 s | nodes busy 99 %"
     measured = {
         "length": 311.6,
         "truncated": 0.03125,

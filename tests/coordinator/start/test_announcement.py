@@ -53,6 +53,12 @@ def test_demo_says_what_it_starts(tmp_path: Path) -> None:
     assert all(PREFIX + 10 + len(text) <= 80 for title, text in lines.items() if title not in free)
 
 
+def test_demonstrations_have_no_reward_to_announce(tmp_path: Path) -> None:
+    given = {"trainer.algorithm": "sft", "tasks": "builtin:arithmetic"}
+    assert said(tmp_path, given)["reward"] == "exact, in evaluations"
+    assert "reward" not in said(tmp_path, {**given, "eval.interval": 0})
+
+
 def test_same_devices_for_both_halves_are_one_crew(tmp_path: Path) -> None:
     lines = said(tmp_path, {"cluster.place": ["rollout=0", "train=0"]})
     assert lines["crews"] == "rollout=0 train=0, one crew, in turns"

@@ -1,17 +1,22 @@
 """`run samples`: which samples are shown, and as which text."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from coordinator.console.views.samples import Order, choose_samples, show_samples
-from coordinator.directory.layout import FORMAT, RunDir
+from coordinator.directory.layout import FORMAT, Kind, RunDir
 from coordinator.directory.manifests import manifest, publish_manifest
 from coordinator.directory.parts import PartWriter
+from coordinator.protocol.records import GivenSettings, claim
+from coordinator.settings.loading import build
 from coordinator.settings.tree import SettingsError
+from rollout.origin import Code, Sampling, origin_document
 from rollout.quota import Quota
 from rollout.trajectory import Group
-from tests.coordinator.examples import ORIGIN, group, run_dir_at, write_json
+from tests.coordinator.examples import ORIGIN, group, opened, record, run_dir_at, write_json
 
 
 @pytest.mark.parametrize(
@@ -35,13 +40,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
-def collect(run_dir: RunDir, iteration: int, made: Group) -> None:
-    writer = PartWriter(run_dir, "train", iteration, 1, 2, ORIGIN)
-    run_dir.trajectories("train", iteration).mkdir()
+def collect(run_dir: RunDir, iteration: int, made: Group, kind: Kind = "train") -> None:
+    writer = PartWriter(run_dir, kind, iteration, 1, 2, ORIGIN)
+    directory = run_dir.trajectories(kind, iteration)
+    directory.mkdir(parents=True)
     writer.add(made)
     writer.flush()
-    document, groups = manifest(run_dir.trajectories("train", iteration), iteration, Quota(1, 1), ORIGIN)
-    publish_manifest(run_dir.manifest("train", iteration), document, groups)
+    document, groups = manifest(directory, iteration, Quota(1, 1), ORIGIN)
+    publish_manifest(run_dir.manifest(kind, iteration), document, groups)
 
 
 def test_the_newest_iteration_that_has_samples_is_shown(
@@ -71,3 +77,27 @@ def test_what_is_not_there_is_one_line(run_dir: RunDir) -> None:
     collect(run_dir, 1, group(0, rewards=(1.0, 0.0)))
     with pytest.raises(SettingsError, match="no train sample whose group has the same reward"):
         show_samples(run_dir.root, None, 1, "flat", "train")
+
+
+def test_evaluation_is_shown_where_nothing_else_is_with_the_answers_of_its_set(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `run eval -o` leaves it: all tasks are in named sets, and two sets may have the same ids."""
+    sets: dict[str, str] = {}
+    for name, answer in (("a", "one"), ("b", "two")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"id": "task-0", "prompt": "1+2=", "answer": answer}) + "\n")
+        sets[f"eval.sets.{name}.tasks"] = str(path)
+    settings = build({"model": "some/model", "tasks": "none", **sets})
+    given = GivenSettings(host="node", settings={})
+    claim(run_dir, record(settings=settings, members={0: 1}).model_copy(update={"given": given}))
+    code = asdict(Code("exact", ""))
+    of_set = {"tasks": "", "sampling": origin_document(Sampling()), "reward": code, "environment": code}
+    document = opened(1, ORIGIN, 0, eval_sets=[
+        {"name": "a", "begin": 1, "end": 2, "success": 1.0, **of_set},
+        {"name": "b", "begin": 0, "end": 1, "success": 1.0, **of_set},
+    ])  # fmt: skip
+    write_json(run_dir.iteration_json(1), document)
+    collect(run_dir, 1, group(0), "eval")
+    show_samples(run_dir.root, None, 1, "spread", "train")
+    assert "--- answer: two\n" in capsys.readouterr().out

@@ -48,7 +48,9 @@ _INSTEAD = {
         "log_completions rollout_data_dir num_completions_to_print validation_data_dir "
         "log_val_generations log_multimodal log_unique_prompts log_completions_hub_repo"
     ),
-    "name the column of the data: columns.messages=COLUMN": "prompt_key input_key dataset_text_field",
+    "name the column of the data: columns.messages=COLUMN": (
+        "prompt_key input_key dataset_text_field formatting_func"
+    ),
     "name the column of the data: columns.answer=COLUMN": "label_key",
     "name the column of the data: columns.images=COLUMN": "image_key",
     "name the column of the data: columns.source=COLUMN": "reward_fn_key",
@@ -66,7 +68,7 @@ _INSTEAD = {
         "vllm_mode vllm_device"
     ),
     "an argument of vLLM is given as engine.args.NAME=VALUE, e.g. engine.args.enforce_eager=true": (
-        "enforce_eager engine_kwargs load_format cudagraph_capture_sizes scheduling_policy "
+        "enforce_eager engine_kwargs cudagraph_capture_sizes scheduling_policy "
         "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space vllm_model_impl "
         "quantization fp8 kv_cache_offload"
     ),
@@ -74,10 +76,12 @@ _INSTEAD = {
     "microbatches always have trainer.max_tokens_per_microbatch tokens": (
         "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz dynamic_batch_enable"
     ),
-    "`messages` get the template; a text in `prompt` with columns.messages=prompt": (
+    "`messages` get the template; a string in `prompt` with columns.messages=prompt": (
         "apply_chat_template input_template"
     ),
-    "name file and function: --reward my_rewards.py:score": "custom_reward_function reward_manager",
+    "name file and function: --reward my_rewards.py:score": (
+        "custom_reward_function reward_manager reward_manager.name"
+    ),
     "trainer.advantage compares rewards within their group; leave it out": (
         "normalize_enable normalize_reward"
     ),
@@ -96,7 +100,8 @@ _INSTEAD = {
     "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
     "set trainer.overlong=penalise; trainer.overlong_buffer is theirs / rollout.max_tokens, the factor 1": (
         "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor overlong_buffer_len "
-        "overlong_penalty_factor overlong_buffer_cfg"
+        "overlong_penalty_factor overlong_buffer_cfg overlong_buffer_cfg.enable overlong_buffer_cfg.len "
+        "overlong_buffer_cfg.penalty_factor"
     ),
     "give both --tasks verifiers:NAME and --environment verifiers:NAME, with ,PARAMETER=VALUE": (
         "orchestrator.env train.env"
@@ -142,7 +147,7 @@ _INSTEAD = {
         "lora_dropout use_rslora use_dora modules_to_save lora_task_type exclude_modules lora.dropout "
         "lora_modules_to_save lora_target_parameters"
     ),
-    "code of a model is never run; take one that transformers has": "trust_remote_code",
+    "code of a model is never run; take one that transformers has": "trust_remote_code external_lib",
     "trainer.kl_coefficient stays as it is; leave it out": (
         "kl_ctrl.type target_kl kl_target horizon kl_horizon kl.target"
     ),
@@ -157,9 +162,9 @@ _INSTEAD = {
     "an adapter is trained where trainer.lora.rank is set": (
         "enable_lora max_lora_rank max_loras max_cpu_loras"
     ),
-    "the engine reads its weights from the run directory": (
+    "the engine reads its weights from the run directory; leave it out": (
         "vllm_sync_backend sync_backend sync_with_ray weight_broadcast update_weights_bucket_megabytes "
-        "rollout_transport"
+        "rollout_transport load_format"
     ),
     "nothing here needs it; leave it out": (
         "remove_unused_columns dataloader_num_workers balance_batch calculate_log_probs rollout.mode "
@@ -189,12 +194,29 @@ _INSTEAD = {
         "max_workers use_flash_attention sync_interval weight_sync_interval image_patch_size "
         "max_images_per_prompt"
     ),
+    "run profile says where the time goes; leave it out": (
+        "profiler global_profiler profile profile_steps npu_profile"
+    ),
+    "a sample's advantage counts as trainer.advantage makes it; leave it out": (
+        "adv_tau teacher_tau length_weighted_mean"
+    ),
+    "the engine has no port; a server of your own: --engine-url http://HOST:PORT": (
+        "server.port server.host inference.server"
+    ),
+    "the trainer has a process for each GPU of the nodes; leave it out": "num_train_workers",
+    "the trainer computes the old policy's logprobs by itself; leave it out": (
+        "bypass_mode use_rollout_log_probs"
+    ),
+    "logits always become float32 before logprobs are taken; leave it out": (
+        "cast_lm_head_to_fp32 fp32_lm_head"
+    ),
     "run eval scores a checkpoint, or --model, alone": "val_only",
-    "rollout.task_sampling=curriculum takes rather tasks that are solved sometimes": (
+    "rollout.task_sampling=curriculum prefers tasks that are sometimes solved": (
         "easy_threshold hard_threshold easy_fraction hard_fraction"
     ),
     "the loss of a pair is DPO's with trainer.pair_beta alone; leave it out": (
-        "rpo_alpha ld_alpha label_smoothing loss_weights use_weighting discopop_tau f_divergence_type"
+        "rpo_alpha ld_alpha label_smoothing label_smoothing_factor loss_weights use_weighting "
+        "discopop_tau f_divergence_type"
     ),
     "4 bits are trainer.lora.base_dtype=nf4; there are no 8": (
         "load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"
@@ -211,7 +233,7 @@ _INSTEAD = {
         "use_wandb wandb.key wandb_api_key wandb_entity wandb.entity wandb_org wandb.org wandb_mode"
     ),
     "the GPUs that engine.tensor_parallel_size leaves hold further replicas; leave it out": (
-        "data_parallel_size"
+        "data_parallel_size dp"
     ),
     "heads that predict several tokens are not trained; leave it out": "mtp",
     "checkpoints.keep_last counts them; leave it out": "max_mem max_ckpt_mem",
@@ -234,7 +256,7 @@ _INSTEAD = {
     ),
     "trainer.aggregation=constant divides by rollout.max_tokens; leave it out": "loss_scale_factor",
     "a sample ends where the model ends it; leave it out": (
-        "ignore_eos stop_token stop_token_id stop_token_ids eos_token_id"
+        "ignore_eos eos_token stop_token stop_token_id stop_token_ids eos_token_id"
     ),
     "tokenizer and configuration are those in the directory of --model; leave it out": (
         "tokenizer tokenizer_path tokenizer_name_or_path hf_config_path pad_token tokenizer_name"

@@ -8,18 +8,18 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
+from coordinator.settings.setting_names import as_typed, checked, fields, known_keys, show
 from coordinator.settings.tree import RunSettings, SettingsError
 from rollout.eval_settings import EvalSetSettings
 from rollout.settings import TINY, joined
-from rollout.settings_tree import refuse_truth
 from trainer.source_settings import SourceSettings
 
 TINY_DEFAULTS: dict[str, Any] = {
@@ -140,9 +140,9 @@ def check_each(overrides: Mapping[str, Any]) -> dict[str, Any]:
     A worker uses this before it knows the other settings, to refuse what no master can have published.
     """
     refuse_unknown(overrides)
-    fields = dict(_fields(RunSettings))
+    by_name = dict(fields(RunSettings))
     return {
-        key: _as_held(key, value) if _opened(key) else _check_one(key, fields[key], value)
+        key: _as_held(key, value) if _opened(key) else _check_one(key, by_name[key], value)
         for key, value in overrides.items()
     }
 
@@ -153,16 +153,12 @@ def _as_held(key: str, value: Any) -> Any:
 
 
 def _check_one(key: str, field: FieldInfo, value: Any) -> Any:
-    kind: Any = Annotated[field.annotation, field]  # pyright: ignore
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
     try:
-        checked = adapter.validate_python(value)
-        refuse_truth(value, checked)
-        return adapter.dump_python(checked, mode="json")
+        return checked(field, value)
     except PydanticCustomError as error:
         raise SettingsError(f"{option_name(key)}={show(value)}: {error}") from None
     except ValidationError as error:
-        raise SettingsError(_one_line(error, key)) from None
+        raise SettingsError(_line(error.errors()[0], key)) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -231,12 +227,22 @@ def _validate(flat: Mapping[str, Any]) -> RunSettings:
     try:
         return RunSettings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(_one_line(error)) from None
+        # A value that may be of several types has an error for each: the first says enough.
+        first = {_path(details): details for details in reversed(error.errors())}
+        lines = list(dict.fromkeys(_line(details) for details in reversed(first.values())))
+        several = f"{len(lines)} wrong values; change each of them:"
+        raise SettingsError("\n  ".join([several, *lines]) if len(lines) > 1 else lines[0]) from None
 
 
-def _one_line(error: ValidationError, key: str = "") -> str:
+def _path(details: ErrorDetails) -> str:
+    """Return the dotted name of the setting that is wrong, or of the entry in its table."""
+    key = ".".join(str(part) for part in details["loc"] if isinstance(part, str))
+    names = (name for name in known_keys() if name not in TABLES and f"{key}.".startswith(f"{name}."))
+    return next(names, key)
+
+
+def _line(first: ErrorDetails, key: str = "") -> str:
     """Say what is wrong; `key` is the setting if it was validated alone."""
-    first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not key:
@@ -248,8 +254,9 @@ def _one_line(error: ValidationError, key: str = "") -> str:
             missing_key = key if first["type"] == "missing" else f"{key}.{table[2]}"
             return f"{missing_key} is missing; give {table[3].format(missing_key)}"
         key = key if key in known_keys() or table else key.rpartition(".")[0] or key
-    usual: Any = next((field.default for name, field in _fields(RunSettings) if name == key), None)
-    if first["type"] == "string_type" and key.endswith("tasks") and "," in (typed := show(first["input"])):
+    typed = as_typed(first["input"])
+    usual: Any = next((field.default for name, field in fields(RunSettings) if name == key), None)
+    if first["type"] == "string_type" and key.endswith("tasks") and "," in typed:
         return f"{option_name(key)}={typed}: give files as a pattern, e.g. 'data/*.jsonl'"
     is_pair = (
         isinstance(usual, tuple) and usual != () and first["type"] in ("tuple_type", "too_long", "missing")
@@ -258,15 +265,16 @@ def _one_line(error: ValidationError, key: str = "") -> str:
         example = (
             f"{key}={json.dumps(usual if is_pair else items(str(first['input'])), separators=(',', ':'))}"
         )
-        return f"{option_name(key)}={show(first['input'])}: give a list, e.g. {shlex.quote(example)}"
+        return f"{option_name(key)}={typed}: give a list, e.g. {shlex.quote(example)}"
     if first["input"] == []:  # KEY=
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"
     if first["type"] in ("dict_type", "mapping_type") and key in OPEN:
-        return f"{key}={show(first['input'])}: it has entries; give each as {key}.NAME=VALUE"
+        return f"{key}={typed}: it has entries; give each as {key}.NAME=VALUE"
     text = first["msg"].partition(", unable to")[0]
     value = suggestions.value_here(key, first["input"])
-    advice = f"; did you mean {value}?" if value else ""
-    return f"{option_name(key)}={show(first['input'])}: {text[0].lower()}{text[1:]}{advice}"
+    advice = suggestions.by_value(key, first["input"]) or (f"did you mean {value}?" if value else "")
+    advice = f"; {advice}" if advice else ""
+    return f"{option_name(key)}={typed}: {text[0].lower()}{text[1:]}{advice}"
 
 
 def refuse_unknown(overrides: Mapping[str, Any]) -> None:
@@ -292,28 +300,3 @@ def _refuse_secret(key: str, value: Any) -> None:
     if key.startswith(("engine.args", "cluster.groups")) and isinstance(value, Mapping):
         for name, inner in cast("Mapping[str, Any]", value).items():
             _refuse_secret(f"{key}.{name}", inner)
-
-
-def known_keys() -> list[str]:
-    """Return the dotted names of all settings."""
-    return [name for name, _field in _fields(RunSettings)]
-
-
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _fields(annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
-def show(value: Any) -> str:
-    """Write a value as a person types it: `2,1,1`, `0.5`, `true`; None is `not set`."""
-    if isinstance(value, list | tuple):
-        return ",".join(show(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "not set" if value is None else str(value)

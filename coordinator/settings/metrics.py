@@ -1,12 +1,13 @@
 """Settings of where metrics are sent."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from rollout.settings_tree import Settings
 
 SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+SINKS: tuple[str, ...] = get_args(SinkName)
 
 
 def _names(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 _NAMES = {
     "trainer.learning_rate": "lr lr_rate actor_learning_rate actor_lr",
-    "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style",
+    "trainer.schedule": "lr_scheduler_type lr_scheduler warmup_style scheduler.type scheduler",
     "trainer.weight_decay": "l2",
     "trainer.warmup_steps": (
         "num_warmup_steps warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio lr_warmup_steps"
@@ -17,7 +17,7 @@ _NAMES = {
         "skip_first_step"
     ),
     "checkpoints.keep_every": "save_strategy save_steps keep_interval ckpt.interval save_freq",
-    "trainer.optimizer": "optim",
+    "trainer.optimizer": "optim optim.type optimizer.type optimizer.name",
     "trainer.betas": "optimizer_betas adam_betas",
     "trainer.eps": "adam_epsilon",
     "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping clip_grad",
@@ -40,20 +40,24 @@ _NAMES = {
         "cliprange"
     ),
     "trainer.clip_high": "epsilon_high clip_ratio_high eps_high clip_eps_high",
-    "trainer.algorithm": "loss_type algo adv_estimator advantage_estimator advantage.estimator",
-    "trainer.lora.rank": "lora_r use_peft peft_config r lora_rank",
+    "trainer.algorithm": (
+        "loss_type algo adv_estimator advantage_estimator advantage.estimator loss.type advantage.type"
+    ),
+    "trainer.lora.rank": "lora_r use_peft use_lora peft_config r lora_rank",
     "trainer.lora.alpha": "lora_alpha",
     "trainer.lora.targets": "target_modules lora_target_modules",
     "trainer.lora.base_dtype": "load_in_4bit",
     "engine.tensor_parallel_size": "tp tensor_model_parallel_size vllm_tensor_parallel_size",
     "trainer.tensor_parallel_size": "megatron.tensor_model_parallel_size model.tp ds.tensor_parallel_size",
     "rollout.max_tokens": (
-        "max_new_tokens max_completion_length max_response_length generate_max_len max_completion_tokens"
+        "response_length max_new_tokens max_completion_length max_response_length generate_max_len "
+        "max_completion_tokens"
     ),
-    "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len filter_overlong_prompts",
+    "rollout.max_prompt_tokens": "prompt_length max_prompt_length prompt_max_len filter_overlong_prompts",
     "rollout.samples_per_task": (
         "num_generations num_return_sequences group_size n n_samples_per_prompt rollouts_per_example "
-        "rollouts_per_prompt rollout_n rloo_k"
+        "rollouts_per_prompt rollout_n rloo_k n_rollouts num_rollouts n_samples num_samples "
+        "samples_per_prompt num_samples_per_prompt num_samples_per_task"
     ),
     "rollout.tasks_per_iteration": (
         "rollout_batch_size prompts_per_step data.train_batch_size generation_batch_size "
@@ -71,7 +75,9 @@ _NAMES = {
         "data_split"
     ),
     "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name sft_model_path",
-    "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num ckpt.max_num",
+    "checkpoints.keep_last": (
+        "save_total_limit max_actor_ckpt_to_keep max_ckpt_num ckpt.max_num remove_previous_ckpt_in_save"
+    ),
     "cluster.max_async_level": (
         "async_queue_size async_train async_enable async_level max_staleness staleness"
     ),
@@ -84,7 +90,7 @@ _NAMES = {
         "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm multi_objective_aggregation "
         "no_std_norm whiten_rewards normalize_advantages"
     ),
-    "trainer.ratio": "importance_sampling_level policy_loss_type loss_mode",
+    "trainer.ratio": "importance_sampling_level policy_loss_type loss_mode ratio_type",
     "trainer.engine_correction": (
         "vllm_importance_sampling_correction rollout_correction enable_vllm_is_correction "
         "vllm_is_correction_type vllm_enable_is_correction use_icepop vllm_importance_sampling_mode "
@@ -107,7 +113,7 @@ _NAMES = {
     "trainer.passes": "num_iterations ppo_epochs max_epochs num_ppo_epochs",
     "trainer.entropy_bonus": "entropy_coef entropy_coeff entropy_loss_coef",
     "trainer.entropy_step": "entropy_coef_delta",
-    "engine.kind": "use_vllm actor_rollout_ref.rollout.name",
+    "engine.kind": "use_vllm rollout.name",
     "trainer.compute_dtype": (
         "torch_dtype bf16 param_dtype mixed_precision model_dtype trainer.dtype fsdp_config.dtype fp16 "
         "precision"
@@ -125,7 +131,7 @@ _NAMES = {
         "ulysses_sequence_parallel_size context_parallel_size ring_attn_size cp sp_size"
     ),
     "eval.max_tasks": "val_max_samples eval.num_examples num_examples",
-    "engine.url": "vllm_server_base_url vllm_server_host vllm_server_port",
+    "engine.url": "client.base_url vllm_server_base_url vllm_server_host vllm_server_port",
     "engine.args.max_num_batched_tokens": "max_num_batched_tokens",
     "engine.args.max_num_seqs": "max_num_seqs",
     "engine.args.max_model_len": "max_model_len vllm_max_model_length",
@@ -154,7 +160,7 @@ _NAMES = {
     "rollout.segment_tokens": "partial_rollout_enable partial_rollout",
     "engine.deterministic": "full_determinism full_determinism_enable",
     "trainer.share_prompts": "use_prefix_grouper",
-    "rollout.tool_parser": "tool_call_parser",
+    "rollout.tool_parser": "tool_call_parser multi_turn.format",
     "rollout.reasoning_end": "reasoning_parser",
     "engine.start_timeout_s": "vllm_server_timeout",
     "trainer.entropy_target": "use_adaptive_entropy",
@@ -163,140 +169,6 @@ _NAMES = {
     "engine.args.dtype": "rollout.dtype",
 }
 """Their names of each setting."""
-_NOTES = {
-    "in optimizer steps: theirs x all steps of the run, which follow from --iterations": (
-        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio"
-    ),
-    "in samples: theirs x rollout.samples_per_task": "ppo_mini_batch_size",
-    "the samples of a step: theirs x per_device_train_batch_size x processes": (
-        "gradient_accumulation_steps accumulate_grad_batches"
-    ),
-    (
-        "in tokens, for memory alone: theirs, in samples, needs no equal; trainer.global_batch_size is "
-        "theirs x gradient_accumulation_steps x processes"
-    ): "per_device_train_batch_size",
-    "in tokens, for memory alone: theirs, in samples, needs no equal": (
-        "micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
-    ),
-    "in samples; verl's data.train_batch_size is rollout.tasks_per_iteration": "train_batch_size",
-    (
-        "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
-        "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
-    ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-    "the policy before training is evaluated wherever it is set": "eval_on_start skip_first_step",
-    "bfloat16; there is no float16": "fp16",
-    "false for true": "filter_zero_advantages",
-    "what ends it, e.g. </think>": "reasoning_parser",
-    "1 + theirs": "over_sample_rate",
-    "true for R3": "router_replay.mode",
-    "a number of tokens for true": "partial_rollout_enable partial_rollout",
-    "hybrid, which shards within a node": "zpg",
-    "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
-    "in samples": "train.batch_size",
-    "in tasks": "rollout.batch_size rollout_batch_size data.train_batch_size",
-    "theirs / rollout.samples_per_task": "generation_batch_size",
-    "theirs x the samples of a step / rollout.samples_per_task": "steps_per_generation",
-    "as hf:NAME:CONFIG:SPLIT": (
-        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split "
-        "prompt_split data_split eval.split eval_split"
-    ),
-    "cut the split: hf:NAME:CONFIG:train[:1000]": "max_samples train_max_samples",
-    "in iterations, 0 for false": "do_eval",
-    "0 for false": "val_kwargs.do_sample",
-    "token for true, sequence for false": "use_token_level_loss",
-    "keep, penalise or drop": "stop_properly_penalty_coef missing_eos_penalty",
-    "times rollout.tasks_per_iteration": "max_num_gen_batches",
-    "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range clip_eps clip_epsilon cliprange",
-    "the second of theirs is trainer.clip_high": "eps_clip_low_high",
-    "truncated for tis, masked for icepop": "vllm_is_correction_type is_correction_type",
-    "truncated for true, off for false": (
-        "is_correction_enable vllm_enable_is_correction vllm_importance_sampling_correction "
-        "enable_vllm_is_correction"
-    ),
-    "masked for true": "use_icepop",
-    "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
-    "1 for true, 0 for false": "async_train async_enable",
-    "wandb or tensorboard": "report_to logger wandb",
-    "masked": "rollout_rs",
-    "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
-    "in iterations, each of which may have several optimizer steps": "max_steps",
-    "in iterations": "eval.steps eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",
-    "the policy before training is evaluated wherever eval.interval is set": "val_before_train",
-    "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage": "loss_type",
-    "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm": "loss_agg_mode",
-    "standardised if it divides by the deviation, centred if not": (
-        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm no_std_norm"
-    ),
-    "decoupled for normalize_then_sum": "multi_objective_aggregation",
-    "token or sequence": "importance_sampling_level",
-    "sequence for gspo, token for vanilla": "loss_mode",
-    "sequence for gspo, token for ppo": "policy_loss_type",
-    "and the same for trainer.clip_high where they give one alone": "epsilon",
-    "truncated, masked or off": "rollout_correction",
-    "drop for true, keep for false": "mask_truncated_completions",
-    "vllm for true": "use_vllm",
-    "bfloat16 for true": "bf16",
-    "bfloat16 for bf16": "mixed_precision model_dtype",
-    "a number for true": "use_peft use_adaptive_entropy",
-    "nf4 for true": "load_in_4bit",
-    "sharded for fsdp and fsdp2": "strategy",
-    "sharded": "fsdp fsdp_config",
-    "sharded for FULL_SHARD, hybrid for HYBRID_SHARD, replicated for NO_SHARD and MULTI_GPU": (
-        "distributed_type sharding_strategy fsdp_sharding_strategy"
-    ),
-    "hybrid, which shards within a node; sharded for -1": "fsdp_size",
-    "hybrid, which has a replica on each node; sharded for 1": "dp_replicate",
-    "true for cpu, false for none": "offload_optimizer_device offload_param_device",
-    "as http://HOST:PORT": "vllm_server_host vllm_server_port",
-    "truncated for truncate, masked for mask": "vllm_importance_sampling_mode",
-    "a good sample weighs 1: theirs is undesirable_weight / desirable_weight": "desirable_weight",
-    "a named set of eval.sets": "metric_for_best_model",
-    "1 for true": "load_best_model_at_end",
-    "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
-    "of one node; theirs are of all": "num_processes",
-    "the one seed of a run": "data_seed data_loader_seed",
-    "with trainer.clip=dual": "clip_ratio_c",
-    "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
-    "whitened for true": "whiten_rewards normalize_advantages",
-    "the samples of an iteration / theirs": "num_mini_batches",
-    "as rollout.chat_template.reasoning_effort=VALUE": "reasoning_effort",
-    "with rollout_rs=geometric trainer.engine_sequence_cap": "rollout_rs_threshold",
-}
-"""What the value is here, for names whose value is another one."""
-_VALUES = {
-    "top_k=0": "top_k=-1",
-    "layout=sharded": "layout=fsdp layout=fsdp2 layout=full_shard layout=shard_grad_op layout=zero3",
-    "layout=hybrid": "layout=hybrid_shard layout=hybrid_shard_zero2 layout=hsdp",
-    "layout=replicated": "layout=no_shard layout=ddp layout=multi_gpu",
-    "interval=0": "interval=-1",
-    "keep_every=null": "keep_every=-1",
-    "schedule=constant": "schedule=constant_with_warmup",
-    "schedule=cosine": "schedule=cosine_with_min_lr schedule=cosine_with_restarts",
-    "optimizer=adamw": (
-        "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam optimizer=adamw_8bit "
-        "optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit optimizer=paged_adamw_32bit"
-    ),
-    "algorithm=grpo": "algorithm=group_norm algorithm=grpo_norm",
-    "algorithm=reinforce++": (
-        "algorithm=reinforce algorithm=reinforce_baseline algorithm=reinforce_plus_plus "
-        "algorithm=reinforce_plus_plus_baseline algorithm=reinforce++-baseline"
-    ),
-    "aggregation=token": "aggregation=token-mean",
-    "aggregation=sequence": "aggregation=seq-mean-token-mean",
-    "aggregation=sum": "aggregation=seq-mean-token-sum",
-    "aggregation=constant": "aggregation=seq-mean-token-sum-norm",
-    "kl=k1": "kl=kl",
-    "kl=k2": "kl=mse",
-    "kl=k3": "kl=low_var_kl kl=true",
-    "kl=off": "kl=none",
-    "compute_dtype=bfloat16": "compute_dtype=bf16",
-    "kind=torch": "kind=hf kind=transformers",
-    "kind=vllm": "kind=sglang kind=trtllm",
-}
-"""Values of theirs for settings here."""
-BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}
-"""How a number of theirs becomes ours with `rollout.samples_per_task`."""
 
 
 def by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -304,5 +176,5 @@ def by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: text for text, names in table.items() for name in names.split()}
 
 
-ALIASES, COUNTED, VALUES = map(by_name, (_NAMES, _NOTES, _VALUES))
-"""By their name: the setting here, what its value is here; by their value: ours."""
+ALIASES = by_name(_NAMES)
+"""By their name: the setting here."""

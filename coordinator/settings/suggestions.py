@@ -1,23 +1,34 @@
 """Find the setting that a person meant: by what other trainers call it, by its last part, by its spelling."""
 
 import difflib
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from coordinator.settings.advice_elsewhere import ANSWERS
-from coordinator.settings.names_elsewhere import ALIASES, BY_SAMPLES, COUNTED, VALUES
+from coordinator.settings.metrics import SINKS
+from coordinator.settings.names_elsewhere import ALIASES
+from coordinator.settings.setting_names import as_typed, takes
+from coordinator.settings.values_elsewhere import BY_SAMPLES, BY_VALUE, COUNTED, SAME_NUMBER, VALUES
 from rollout.settings import RolloutSettings
+from trainer.loss_settings import ELSEWHERE
 
 NEAR, NEARER = 0.75, 0.85
 """How alike two spellings must be, from 0 to 1, with up to two letters more or less, and with more: nobody
 means `gpus` with `bogus`, or `batch_size` with `gen_batch_size`.
+"""
+SHORT = 4
+"""The last part of a dotted name that has so many letters says too little: nobody means `dtype` with `type`.
 """
 SHOWN = 4
 """So many settings of a section are named, and so many unknown ones are answered on one line."""
 NONE: Mapping[str, Any] = MappingProxyType({})
 _NOT_HERE = ("critic", "reward_model")
 """Sections of others that have no equal, whatever is in them."""
+_OF_CODE = ("rollout.reward", "rollout.environment")
+"""Settings that name code, which is called otherwise elsewhere."""
 ALL_SHOWN = "run --dry-run shows all settings"
 
 
@@ -41,7 +52,8 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     # Most of a long name of theirs is its sections, which all of them begin with.
     aliases = {name: setting for name, setting in ALIASES.items() if "." not in name}
     spellings = {**aliases, **leaves, **{name: name for name in names}}
-    for part in (word, word.rpartition(".")[2]):
+    leaf = word.rpartition(".")[2]
+    for part in (word, leaf) if len(leaf) > SHORT else (word,):
         for near in difflib.get_close_matches(part, spellings, n=3, cutoff=NEAR):
             likeness = difflib.SequenceMatcher(None, near, part).ratio()
             if abs(len(near) - len(part)) <= 2 or likeness >= NEARER or near.startswith(part):
@@ -60,17 +72,78 @@ def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = N
     if instead := answer(typed, values):
         return instead
     suggestion = known_as(typed, known) or spelled_like(typed, known)
-    if suggestion and (value := value_here(suggestion, values.get(typed))):
-        return f"did you mean {suggestion}={value}?"
-    return f"did you mean {suggestion}?{counted(typed, values)}" if suggestion else ALL_SHOWN
+    if not suggestion:
+        return ALL_SHOWN
+    settings, note = translated(suggestion, typed, values)
+    return f"did you mean {' '.join(settings) or suggestion}?{note}"
+
+
+def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Return what is typed here for a setting of theirs and its value, none if that is not known; and the end
+    of the sentence that says it. `values`: the values of all settings that were given, by name.
+    """
+    value: Any = values.get(typed)
+    leaf, note = _plain(typed).rpartition(".")[2], counted(typed, values)
+    pair = _as_list(value)
+    if setting == "trainer.clip_low" and len(pair) == 2:
+        return [f"{setting}={as_typed(pair[0])}", f"trainer.clip_high={as_typed(pair[1])}"], ""
+    if setting == "trainer.clip_low" and note and type(value) is float:
+        upper = "trainer.clip_high"
+        is_one = all(known_as(name, (setting, upper)) != upper for name in values)
+        return [f"{name}={value:g}" for name in ((setting, upper) if is_one else (setting,))], ""
+    if setting == "trainer.dual_clip" and note and type(value) in (int, float):
+        return ["trainer.clip=dual", f"{setting}={value:g}"], ""
+    if setting == "rollout.chat_template" and note and value is not None:
+        return [f"{setting}.{leaf}={as_typed(value)}"], ""
+    if setting == "metrics.sinks" and value is not None:
+        names = [name for name in SINKS if name in re.findall(r"\w+", str(value))]
+        return ([f"{setting}={','.join(names)}"], "") if names else ([], note)
+    if setting == "engine.url" and isinstance(value, str) and value.startswith("http://"):
+        return [f"{setting}={value.rstrip('/').removesuffix('/v1')}"], ""
+    if setting == "trainer.algorithm" and takes(setting, value):
+        return [f"{setting}={value}"], ""
+    if (translation := value_here(setting, value)) is not None:
+        return [f"{setting}={translation}"], ""
+    if leaf in BY_SAMPLES and type(value) is int:
+        samples = _given("rollout.samples_per_task", values) or RolloutSettings().samples_per_task
+        number = _by_samples(leaf, value, samples)
+        return ([f"{setting}={number:g}"] if takes(setting, number) else []), note
+    if setting in ("tasks", "eval_tasks") and isinstance(value, str):
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not re.search(r"\.[a-z]+$", value)
+        is_data_set = "data" in leaf and "." not in value
+        value = f"hf:{value}" if is_name else None if is_data_set else value
+    is_same = not note or note.strip(" (").startswith(SAME_NUMBER)
+    if value is None or not is_same or setting in _OF_CODE or isinstance(value, Mapping):
+        return [], note
+    return ([shlex.quote(f"{setting}={as_typed(value)}")] if takes(setting, value) else []), note
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else []  # pyright: ignore[reportUnknownArgumentType]
 
 
 def value_here(setting: str, value: Any) -> str | None:
     """Return what a value of theirs is for a setting here; None if it is no other one."""
     if setting == "trainer.kl" and type(value) in (int, float) and value > 0:  # theirs is a number alone
         return f"k3 trainer.kl_coefficient={value:g}"
-    translated = VALUES.get(f"{setting.rpartition('.')[2]}={value}".lower())
-    return translated.partition("=")[2] if translated else None
+    translation = VALUES.get(f"{setting.rpartition('.')[2]}={as_typed(value)}".lower())
+    return translation.partition("=")[2] if translation else None
+
+
+def by_value(typed: str, value: Any) -> str | None:
+    """Return what to do with this value of a setting of theirs, where that differs from value to value."""
+    word, of_value = _plain(typed), f"={as_typed(value)}".lower()
+    leaf = word.rpartition(".")[2]
+    if text := BY_VALUE.get(_pair(word) + of_value) or BY_VALUE.get(leaf + of_value):
+        return text
+    setting = ALIASES.get(_pair(word)) or ALIASES.get(leaf)
+    if setting == "trainer.algorithm" and (text := ELSEWHERE.get(str(value).lower())):
+        return text
+    is_switch = leaf in ("enable", "enabled") and bool({*word.split(".")} & {*ANSWERS, *ALIASES})
+    is_theirs = setting or leaf in ANSWERS or _pair(word) in ANSWERS
+    if value is False and (is_switch or "for true" in COUNTED.get(leaf, "")):
+        return "leave it out: it is off"
+    return "leave it out: null sets nothing" if value is None and is_theirs else None
 
 
 def counted(typed: str, values: Mapping[str, Any] = NONE) -> str:
@@ -81,12 +154,19 @@ def counted(typed: str, values: Mapping[str, Any] = NONE) -> str:
     leaf, value = word.rpartition(".")[2], values.get(typed)
     note = COUNTED.get(_pair(word)) or COUNTED.get(leaf)
     if leaf in BY_SAMPLES and type(value) is int:
-        name, usual = "rollout.samples_per_task", RolloutSettings().samples_per_task
-        numbers = (number for key, number in values.items() if known_as(key, [name]) == name)
-        samples = next((number for number in numbers if type(number) is int and number > 0), usual)
-        translated = value * samples if BY_SAMPLES[leaf] == "x" else value / samples
-        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {translated:g}"
+        samples = _given("rollout.samples_per_task", values) or RolloutSettings().samples_per_task
+        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {_by_samples(leaf, value, samples):g}"
     return f" ({note})" if note else ""
+
+
+def _by_samples(leaf: str, value: int, samples: int) -> float:
+    return value * samples if BY_SAMPLES[leaf] == "x" else value / samples
+
+
+def _given(setting: str, values: Mapping[str, Any]) -> int | None:
+    """Return the number above 0 that was given for a setting, by whatever name."""
+    numbers = (number for key, number in values.items() if known_as(key, [setting]) == setting)
+    return next((number for number in numbers if type(number) is int and number > 0), None)
 
 
 def meant_each(unknown: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> str:
@@ -113,7 +193,11 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     values of all settings that were given, by name.
     """
     word = _plain(typed)
-    if section := next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None):
+    if typed in values and (of_value := by_value(typed, values[typed])):
+        return of_value
+    is_known = _pair(word) in ANSWERS or "overlong_buffer" in word
+    section = next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None)
+    if section and not is_known:
         return ANSWERS[section]
     if "ref" in word.split(".")[:-1] and (of_reference := f"ref.{word.rpartition('.')[2]}") in ANSWERS:
         return ANSWERS[of_reference]
@@ -129,6 +213,10 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     parts = (_pair(word), *reversed(word.split(".")))
     instead = next((ANSWERS[part] for part in parts if part in ANSWERS), "")
     value, coefficient = values.get(typed), "trainer.kl_coefficient"
+    longest = _given("rollout.max_tokens", values)
+    if parts[0].endswith(("buffer.len", "buffer_len", "buffer_cfg.len")) and type(value) is int and longest:
+        share = f"trainer.overlong=penalise trainer.overlong_buffer={value / longest:.3g}"
+        return f"did you mean {share}? ({value} of {longest} tokens)"
     if instead.startswith("set") and coefficient in instead and value in (False, 0):
         return "leave it out: trainer.kl is off by default"
     if instead.startswith("set") and isinstance(value, int | float) and not isinstance(value, bool):

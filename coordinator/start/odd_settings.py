@@ -108,7 +108,12 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
         for name in NARROWS:
             value = getattr(settings.rollout, name)
             if value != RolloutSettings.model_fields[name].default:
-                yield f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's"
+                corrected = settings.trainer.engine_correction != "off"
+                follows = "the correction weighs tokens less" if corrected else "steps are biased"
+                yield (
+                    f"rollout.{name}={value:g}: the engine's logprobs differ from the trainer's, so "
+                    f"{follows}; leave it out, and lower rollout.temperature for tamer samples"
+                )
 
 
 def _of_learning(settings: RunSettings, overrides: Mapping[str, Any]) -> Iterator[str]:

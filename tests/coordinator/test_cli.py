@@ -22,7 +22,7 @@ BAD = [
     ("--worker --num-nodes 3", "--worker --num-nodes: give the rank of this machine, e.g. --worker 1 --num"),
     ("--worker 3 --num-nodes 3", "--worker 3 is outside --num-nodes 3 (workers are 1 to 2)"),
     ("--worker 1 --num-nodes x", "--num-nodes=x: input should be a valid integer"),
-    ("--worker 1 rollot.seed=1", "unknown setting rollot.seed; did you mean rollout.seed?"),
+    ("--worker 1 rollot.seed=1", "unknown setting rollot.seed; did you mean rollout.seed=1?"),
     ("--master --worker 1", "--master and --worker 1 exclude each other"),
     (
         "--worker 1 --accept-code-change",
@@ -57,9 +57,12 @@ BAD = [
     ("good.jsonl", "nor KEY=VALUE; a file is given as --tasks good.jsonl"),
     ("xyzzy", "nor KEY=VALUE; e.g. trainer.learning_rate=1e-6"),
     ("trainer=3", "unknown setting trainer; did you mean a setting in it: trainer.algorithm, "),
-    ("lr=1e-6", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("lr=1e-6", "unknown setting lr; did you mean trainer.learning_rate=1e-06?"),
     ("--learning-rate 1", "No such option: --learning-rate; did you mean trainer.learning_rate=1?"),
-    ("--batch-size=4", "No such option: --batch-size; did you mean trainer.global_batch_size=VALUE?"),
+    (
+        "--batch-size=4",
+        "No such option: --batch-size; did you mean trainer.global_batch_size=4? (in samples;",
+    ),
     ("--beta=0.04", "set both trainer.kl=k3 and trainer.kl_coefficient=0.04; see run"),
     ("--num_generations 8", "No such option: --num_generations; did you mean rollout.samples_per_task=8?"),
     ("--ppo_mini_batch_size 16 n=4", "(in samples: theirs x rollout.samples_per_task: 16 x 4 = 64)"),
@@ -90,7 +93,7 @@ BAD = [
     ),
     ("--worker 1 --reset-settings", "--reset-settings is for the master; leave it out beside --worker 1"),
     ("--reset-settings trainr", "unknown setting trainr; did you mean trainer?"),
-    ("--reset-settings lr=3", "unknown setting lr; did you mean trainer.learning_rate?"),
+    ("--reset-settings lr=3", "unknown setting lr; did you mean trainer.learning_rate=3?"),
     ("--nodes 3", "No such option: --nodes; did you mean --num-nodes?"),
     ("--num-nodes", "Option '--num-nodes' requires an argument"),
     ("--tasks absent.jsonl", "absent.jsonl: no such file"),
@@ -137,7 +140,7 @@ BAD = [
         "fork --iteration 2 --to x trainer.lr=1",
         "(trainer.lr=1); this command takes no settings; give them where",
     ),
-    ("eval --tasks x", "No such option: --tasks; did you mean --eval-tasks? See run eval --help"),
+    ("eval --tasks x", "No such option: --tasks; did you mean --eval-tasks x? See run eval --help"),
     ("logs --node 1", "No such option: --node; see run logs --help"),
     ("status --dir x", "No such option: --dir; did you mean --log-path?"),
     ("serve --dir x", "No such option: --dir; did you mean --root?"),
@@ -281,5 +284,5 @@ def test_command_line_of_another_trainer_is_answered_with_a_line_for_each_of_its
         "  --pretrain",
         "  --zero_stage",
     ]
-    assert "did you mean --model?" in ended.stderr and "--iterations" not in ended.stderr
+    assert "did you mean --model m?" in ended.stderr and "--iterations" not in ended.stderr
     assert ended.stderr.splitlines()[3].endswith("none is like --xyzzy, --bogus; see run --help")

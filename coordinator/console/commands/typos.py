@@ -16,13 +16,11 @@ from coordinator.settings import suggestions
 from coordinator.settings.loading import (
     OPTIONS,
     as_list,
-    check_each,
     items,
     known_keys,
     option_name,
     parse_override,
     parse_value,
-    show,
 )
 from coordinator.settings.tree import SettingsError
 from trainer.algorithms import PRESETS
@@ -187,23 +185,12 @@ def _meant(typed: str, options: Sequence[str], params: Sequence[Any], values: Ma
         takes_settings = any(param.name == "words" for param in params)
         near = near if guess == typed or not takes_settings else []
         guess = "".join(near) or (f"{setting}=VALUE" if takes_settings else "")
-    note, value = suggestions.counted(typed, values) if setting else "", values.get(typed)
-    if setting and value is not None and (translated := suggestions.value_here(setting, value)):
-        note, guess = "", guess.replace("=VALUE", f"={translated}")
-    elif value is not None and not note and _is_taken(setting, value):
-        guess = guess.replace("=VALUE", f"={show(value)}")
+    settings, note = suggestions.translated(setting, typed, values) if setting else ([], "")
+    if settings and guess in options:
+        guess = f"{guess} {settings[0].partition('=')[2]}"
+    elif settings and guess:
+        guess = " ".join(settings)
     return f"did you mean {guess}?{note}" if guess else ""
-
-
-def _is_taken(setting: str | None, value: Any) -> bool:
-    """Return whether a setting may have this value of another name."""
-    if setting == "trainer.algorithm":
-        return value in PRESETS
-    try:
-        check_each({setting or "": value})
-    except SettingsError:
-        return False
-    return True
 
 
 def _params(error: typer.TyperException) -> list[Any]:

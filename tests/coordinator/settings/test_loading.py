@@ -33,11 +33,11 @@ def refusal(**settings: Any) -> str:
     return refused({name.replace("__", "."): value for name, value in settings.items()})
 
 
-def refused(settings: dict[str, Any]) -> str:
+def refused(settings: dict[str, Any], lines: int = 1) -> str:
     with pytest.raises(SettingsError) as caught:
         build(settings)
     text = str(caught.value)
-    assert "\n" not in text
+    assert text.count("\n") == lines - 1
     return text
 
 
@@ -90,13 +90,36 @@ def test_weights_parse_to_the_numbers_that_were_typed(weights: list[float]) -> N
 # ---- values
 
 
+def test_all_wrong_values_are_refused_at_once_with_what_to_give() -> None:
+    wrong: dict[str, Any] = {
+        "trainer.overlong": True,
+        "trainer.ratio": "gspo",
+        "trainer.advantage": False,
+        "trainer.compute_dtype": "float16",
+        "trainer.clip_high": None,
+        "engine.sleep": 7,
+        "iterations": 0,
+    }
+    first, *lines = refused(wrong, lines=8).split("\n  ")
+    assert first == "7 wrong values; change each of them:" and len(lines) == 7
+    endings = {line.partition("=")[0].removeprefix("--"): line for line in lines}
+    for name, advice in {
+        "trainer.overlong": "did you mean drop?",
+        "trainer.ratio": "did you mean trainer.algorithm=gspo?",
+        "trainer.advantage": "did you mean centred?",
+        "trainer.compute_dtype": "did you mean bfloat16?",
+    }.items():
+        assert endings[name].endswith(advice)
+    assert endings["trainer.clip_high"].startswith("trainer.clip_high=null: ")
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("rollot.seed", "rollout.seed"),
-        ("learning_rate", "trainer.learning_rate"),
-        ("trainer.lr_rate", "trainer.learning_rate"),
-        ("trainer.node_timeout_s", "cluster.node_timeout_s"),
+        ("rollot.seed", "rollout.seed=1"),
+        ("learning_rate", "trainer.learning_rate=1"),
+        ("trainer.lr_rate", "trainer.learning_rate=1"),
+        ("trainer.node_timeout_s", "cluster.node_timeout_s=1"),
         ("Model", "model"),
         ("rolout", "rollout"),
     ],
@@ -146,7 +169,7 @@ def test_unknown_setting_is_refused_with_the_nearest_name(name: str, nearest: st
         ("checkpoints.keep_last", 1, "checkpoints.keep_last=1: input should be greater than or equal to 2"),
         ("engine.args", 5, "engine.args=5: it has entries; give each as engine.args.NAME=VALUE"),
         ("rollout.chat_template", "a.jinja", "rollout.chat_template=a.jinja: it has entries; give each"),
-        ("model", None, "--model=not set: input should be a valid string"),
+        ("model", None, "--model=null: input should be a valid string"),
     ],
 )
 def test_value_out_of_range_is_refused_by_the_name_a_person_types(
@@ -407,7 +430,7 @@ def test_unknown_setting_of_a_file_is_refused_by_its_dotted_name(tmp_path: Path)
     file = tmp_path / "config.yaml"
     file.write_text("trainer: {learning_rat: 1}\n1: 2\n")
     text = refused(read_file(file))
-    assert text.startswith("unknown setting trainer.learning_rat; did you mean trainer.learning_rate?; 1: ")
+    assert text.startswith("unknown setting trainer.learning_rat; did you mean trainer.learning_rate=1?; 1: ")
 
 
 def test_settings_of_another_trainer_are_all_answered_at_once(tmp_path: Path) -> None:
@@ -645,7 +668,8 @@ def test_share_of_the_steps_for_a_warm_up_is_refused_with_their_number(
     text = refused({**given, "trainer.warmup_steps": 0.03})
     assert text.startswith("trainer.warmup_steps=0.03 is a share, as TRL's warmup_ratio")
     assert text.endswith(advice) and "\n" not in text
-    assert "learning_rate" in refused({**given, "trainer.warmup_steps": 0.03, "trainer.learning_rate": 0})
+    both = refused({**given, "trainer.warmup_steps": 0.03, "trainer.learning_rate": 0}, lines=3)
+    assert "learning_rate" in both and "warmup_steps" in both
 
 
 def test_source_may_have_dots_in_its_name(tmp_path: Path) -> None:

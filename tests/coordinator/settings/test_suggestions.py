@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.settings.loading import known_keys
-from coordinator.settings.suggestions import ALIASES, ANSWERS, COUNTED, near_setting
+from coordinator.settings.loading import parse_value
+from coordinator.settings.setting_names import known_keys, takes
+from coordinator.settings.suggestions import ALIASES, ANSWERS, BY_VALUE, COUNTED, near_setting
 
 KNOWN = known_keys()
 ROOT = Path(__file__).parents[3]
@@ -206,7 +207,7 @@ def test_advantage_of_theirs_is_answered_with_the_algorithm_that_has_it() -> Non
 
 def test_number_for_delta_is_the_bound_of_trl_and_a_truth_the_setting_of_checkpoints() -> None:
     assert near_setting("delta", KNOWN, {"delta": 4.0}) == "set trainer.clip=dual and trainer.dual_clip=4.0"
-    assert near_setting("delta", KNOWN, {"delta": True}) == "did you mean checkpoints.delta?"
+    assert near_setting("delta", KNOWN, {"delta": True}) == "did you mean checkpoints.delta=true?"
 
 
 def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() -> None:
@@ -226,6 +227,87 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
     assert "with rollout_rs=geometric trainer.engine_seq" in near_setting("rollout_rs_threshold", KNOWN)
     text = near_setting("vllm_importance_sampling_clip_max", KNOWN)
     assert "of a token; with TRL's" in text and "trainer.engine_sequence_cap" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "value", "expected"),
+    [
+        ("reward_model.reward_manager", "dapo", "set trainer.overlong=penalise, and trainer.overlong_buffer"),
+        (
+            "reward_model.overlong_buffer.len",
+            4096,
+            "set trainer.overlong=penalise; trainer.overlong_buffer is",
+        ),
+        ("reward_model.overlong_buffer.enable", False, "did you mean trainer.overlong=keep?"),
+        ("reward_model.enable", False, "leave it out: it is off"),
+        ("trainer.scheduler.type", "cosine", "did you mean trainer.schedule=cosine?"),
+        ("trainer.loss.type", "dapo", "did you mean trainer.algorithm=dapo?"),
+        ("n_rollouts", 8, "did you mean rollout.samples_per_task=8?"),
+        ("policy_loss.loss_mode", "gspo", "did you mean trainer.algorithm=gspo?"),
+        ("multi_turn.format", "hermes", "did you mean rollout.tool_parser=hermes?"),
+        ("rollout_correction.rollout_rs", None, "leave it out: null sets nothing"),
+        ("rollout_correction.rollout_is", None, "did you mean trainer.engine_correction=off?"),
+        ("rollout.load_format", "dummy", "the engine reads its weights from the run directory; leave it out"),
+        ("rollout.name", "sglang", "there is no SGLang; did you mean engine.kind=vllm?"),
+        ("trainer.loss.ratio_type", "token", "did you mean trainer.ratio=token?"),
+        ("orchestrator.client.base_url", "http://h:8/v1", "did you mean engine.url=http://h:8?"),
+        ("inference.parallel.dp", 4, "the GPUs that engine.tensor_parallel_size leaves hold"),
+        ("inference.server.port", 8000, "the engine has no port; a server of your own: --engine-url"),
+        ("orchestrator.num_train_workers", 4, "the trainer has a process for each GPU of the nodes"),
+        ("trainer.loss.adv_tau", 1.0, "a sample's advantage counts as trainer.advantage makes it"),
+        ("global_profiler.tool", "nsys", "run profile says where the time goes"),
+        ("use_lora", False, "leave it out: it is off"),
+        ("scale_rewards", False, "did you mean trainer.advantage=centred?"),
+        ("loss_type", "dr_grpo", "did you mean trainer.algorithm=dr_grpo?"),
+        ("adv_estimator", "gae", "no value model is trained: take grpo"),
+        ("data.train_batch_size", 128, "did you mean rollout.tasks_per_iteration=128? (in tasks)"),
+        ("ppo_mini_batch_size", 128, "did you mean trainer.global_batch_size=1024? (in samples"),
+        ("report_to", "mlflow", "did you mean metrics.sinks=mlflow?"),
+        ("trainer.logger", ["console", "wandb"], "did you mean metrics.sinks=wandb?"),
+        ("epsilon", 0.2, "did you mean trainer.clip_low=0.2 trainer.clip_high=0.2?"),
+        ("eps_clip_low_high", [0.2, 0.3], "did you mean trainer.clip_low=0.2 trainer.clip_high=0.3?"),
+        ("clip_ratio_c", 3.0, "did you mean trainer.clip=dual trainer.dual_clip=3?"),
+        ("enable_thinking", False, "did you mean rollout.chat_template.enable_thinking=false?"),
+        ("dataset_name", "openai/gsm8k", "did you mean tasks=hf:openai/gsm8k?"),
+        ("reward_funcs", "accuracy", "did you mean rollout.reward?"),
+        ("lr", -1, "did you mean trainer.learning_rate?"),
+    ],
+)
+def test_value_of_theirs_is_answered_with_what_can_be_pasted(typed: str, value: Any, expected: str) -> None:
+    assert near_setting(typed, KNOWN, {typed: value}).startswith(expected)
+
+
+def test_other_values_count_in_what_can_be_pasted() -> None:
+    values: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
+    assert near_setting("epsilon", KNOWN, values) == "did you mean trainer.clip_low=0.2?"
+    values = {"overlong_buffer_len": 4096, "max_response_length": 20480}
+    assert near_setting("overlong_buffer_len", KNOWN, values) == (
+        "did you mean trainer.overlong=penalise trainer.overlong_buffer=0.2? (4096 of 20480 tokens)"
+    )
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "length_weighted_mean",
+        "eos_token",
+        "external_lib",
+        "remove_previous_ckpt_in_save",
+        "bypass_mode",
+        "use_lora",
+        "label_smoothing_factor",
+        "formatting_func",
+        "cast_lm_head_to_fp32",
+    ],
+)
+def test_names_that_had_no_answer_have_one(typed: str) -> None:
+    assert near_setting(typed, KNOWN) != "run --dry-run shows all settings"
+
+
+def test_texts_of_values_name_settings_that_take_them() -> None:
+    for text in BY_VALUE.values():
+        for name, value in re.findall(r"([a-z]+\.[\w.]+)=([\w.]+)", text):
+            assert takes(name, parse_value(value)), text
 
 
 def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its_row() -> None:
@@ -257,7 +339,7 @@ def test_likeness_of_spelling_does_not_answer_what_has_no_setting(typed: str) ->
 
 
 def test_sections_of_theirs_are_no_likeness() -> None:
-    assert near_setting("actor_rollout_ref.model.external_lib", KNOWN) == "run --dry-run shows all settings"
+    assert near_setting("actor_rollout_ref.model.impl_lib", KNOWN) == "run --dry-run shows all settings"
 
 
 def test_setting_of_ray_is_answered_with_how_a_ray_cluster_is_used() -> None:

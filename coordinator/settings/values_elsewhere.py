@@ -1,0 +1,245 @@
+"""Values of settings in other trainers (TRL, verl, OpenRLHF, prime-rl), and what they are here."""
+
+from coordinator.settings.names_elsewhere import by_name
+
+_NOTES = {
+    "in optimizer steps: theirs x all steps of the run, which follow from --iterations": (
+        "warmup_ratio lr_warmup_steps_ratio lr_warmup_ratio"
+    ),
+    "in samples: theirs x rollout.samples_per_task": "ppo_mini_batch_size",
+    "the samples of a step: theirs x per_device_train_batch_size x processes": (
+        "gradient_accumulation_steps accumulate_grad_batches"
+    ),
+    (
+        "in tokens, for memory alone: theirs, in samples, needs no equal; trainer.global_batch_size is "
+        "theirs x gradient_accumulation_steps x processes"
+    ): "per_device_train_batch_size",
+    "in tokens, for memory alone: theirs, in samples, needs no equal": (
+        "micro_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
+    ),
+    "in samples; verl's data.train_batch_size is rollout.tasks_per_iteration": "train_batch_size",
+    (
+        "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
+        "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
+    ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "the policy before training is evaluated wherever it is set": "eval_on_start skip_first_step",
+    "bfloat16; there is no float16": "fp16",
+    "false for true": "filter_zero_advantages",
+    "what ends it, e.g. </think>": "reasoning_parser",
+    "1 + theirs": "over_sample_rate",
+    "true for R3": "router_replay.mode",
+    "a number of tokens for true": "partial_rollout_enable partial_rollout",
+    "hybrid, which shards within a node": "zpg",
+    "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
+    "in samples": "train.batch_size",
+    "in tasks": "rollout.batch_size rollout_batch_size data.train_batch_size",
+    "theirs / rollout.samples_per_task": "generation_batch_size",
+    "theirs x the samples of a step / rollout.samples_per_task": "steps_per_generation",
+    "as hf:NAME:CONFIG:SPLIT": (
+        "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split "
+        "prompt_split data_split eval.split eval_split"
+    ),
+    "cut the split: hf:NAME:CONFIG:train[:1000]": "max_samples train_max_samples",
+    "in iterations, 0 for false": "do_eval",
+    "0 for false": "val_kwargs.do_sample",
+    "token for true, sequence for false": "use_token_level_loss",
+    "keep, penalise or drop": "stop_properly_penalty_coef missing_eos_penalty",
+    "times rollout.tasks_per_iteration": "max_num_gen_batches",
+    "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range clip_eps clip_epsilon cliprange",
+    "the second of theirs is trainer.clip_high": "eps_clip_low_high",
+    "truncated for tis, masked for icepop": "vllm_is_correction_type is_correction_type",
+    "truncated for true, off for false": (
+        "is_correction_enable vllm_enable_is_correction vllm_importance_sampling_correction "
+        "enable_vllm_is_correction"
+    ),
+    "masked for true": "use_icepop",
+    "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
+    "1 for true, 0 for false": "async_train async_enable",
+    "tensorboard, wandb, trackio or mlflow": "report_to logger wandb",
+    "masked, which leaves out tokens": "rollout_rs",
+    "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
+    "in iterations, each of which may have several optimizer steps": "max_steps",
+    "in iterations": "eval.steps eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",
+    "the policy before training is evaluated wherever eval.interval is set": "val_before_train",
+    "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage": "loss_type",
+    "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm": "loss_agg_mode",
+    "standardised if it divides by the deviation, centred if not": (
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm no_std_norm"
+    ),
+    "decoupled for normalize_then_sum": "multi_objective_aggregation",
+    "token or sequence": "importance_sampling_level ratio_type",
+    "sequence for gspo, token for vanilla": "loss_mode",
+    "sequence for gspo, token for ppo": "policy_loss_type",
+    "and the same for trainer.clip_high where they give one alone": "epsilon",
+    "truncated, masked or off": "rollout_correction",
+    "drop for true, keep for false": "mask_truncated_completions",
+    "vllm for true": "use_vllm",
+    "bfloat16 for true": "bf16",
+    "bfloat16 for bf16": "mixed_precision model_dtype",
+    "a number for true": "use_peft use_lora use_adaptive_entropy",
+    "nf4 for true": "load_in_4bit",
+    "sharded for fsdp and fsdp2": "strategy",
+    "sharded": "fsdp fsdp_config",
+    "sharded for FULL_SHARD, hybrid for HYBRID_SHARD, replicated for NO_SHARD and MULTI_GPU": (
+        "distributed_type sharding_strategy fsdp_sharding_strategy"
+    ),
+    "hybrid, which shards within a node; sharded for -1": "fsdp_size",
+    "hybrid, which has a replica on each node; sharded for 1": "dp_replicate",
+    "true for cpu, false for none": "offload_optimizer_device offload_param_device",
+    "as http://HOST:PORT": "vllm_server_host vllm_server_port client.base_url",
+    "truncated for truncate, masked for mask": "vllm_importance_sampling_mode",
+    "a good sample weighs 1: theirs is undesirable_weight / desirable_weight": "desirable_weight",
+    "a named set of eval.sets": "metric_for_best_model",
+    "1 for true": "load_best_model_at_end",
+    "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
+    "of one node; theirs are of all": "num_processes",
+    "the one seed of a run": "data_seed data_loader_seed",
+    "with trainer.clip=dual": "clip_ratio_c",
+    "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
+    "whitened for true": "whiten_rewards normalize_advantages",
+    "the samples of an iteration / theirs": "num_mini_batches",
+    "as rollout.chat_template.reasoning_effort=VALUE": "reasoning_effort",
+    "with rollout_rs=geometric trainer.engine_sequence_cap": "rollout_rs_threshold",
+}
+"""What the value is here, for names whose value is another one."""
+_VALUES = {
+    "top_k=0": "top_k=-1",
+    "layout=sharded": "layout=fsdp layout=fsdp2 layout=full_shard layout=shard_grad_op layout=zero3",
+    "layout=hybrid": "layout=hybrid_shard layout=hybrid_shard_zero2 layout=hsdp",
+    "layout=replicated": "layout=no_shard layout=ddp layout=multi_gpu",
+    "interval=0": "interval=-1",
+    "keep_every=null": "keep_every=-1",
+    "schedule=constant": "schedule=constant_with_warmup",
+    "schedule=cosine": "schedule=cosine_with_min_lr schedule=cosine_with_restarts",
+    "optimizer=adamw": (
+        "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam optimizer=adamw_8bit "
+        "optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit optimizer=paged_adamw_32bit"
+    ),
+    "algorithm=grpo": "algorithm=group_norm algorithm=grpo_norm",
+    "algorithm=reinforce++": (
+        "algorithm=reinforce algorithm=reinforce_baseline algorithm=reinforce_plus_plus "
+        "algorithm=reinforce_plus_plus_baseline algorithm=reinforce++-baseline"
+    ),
+    "aggregation=token": "aggregation=token-mean",
+    "aggregation=sequence": "aggregation=seq-mean-token-mean",
+    "aggregation=sum": "aggregation=seq-mean-token-sum",
+    "aggregation=constant": "aggregation=seq-mean-token-sum-norm",
+    "kl=k1": "kl=kl",
+    "kl=k2": "kl=mse",
+    "kl=k3": "kl=low_var_kl kl=true",
+    "kl=off": "kl=none",
+    "compute_dtype=bfloat16": (
+        "compute_dtype=bf16 compute_dtype=float16 compute_dtype=fp16 compute_dtype=half"
+    ),
+    "overlong=drop": "overlong=true",
+    "overlong=keep": "overlong=false",
+    "advantage=centred": "advantage=false",
+    "advantage=standardised": "advantage=true",
+    "engine_correction=truncated": "engine_correction=true",
+    "engine_correction=off": "engine_correction=false",
+    "kind=torch": "kind=hf kind=transformers",
+    "kind=vllm": "kind=sglang kind=trtllm",
+}
+"""Values of theirs for settings here."""
+_BY_VALUE = {
+    "did you mean trainer.algorithm=grpo? (its KL is 0.04; for TRL's default, add trainer.kl=off)": (
+        "loss_type=grpo"
+    ),
+    (
+        "did you mean trainer.algorithm=dapo trainer.clip_high=0.2 trainer.overlong=keep "
+        "trainer.keep_flat_groups=true? (that is TRL's)"
+    ): "loss_type=dapo",
+    "did you mean trainer.algorithm=grpo trainer.aggregation=token trainer.kl=off?": "loss_type=bnpo",
+    "did you mean trainer.algorithm=dpo?": "loss_type=sigmoid",
+    "did you mean trainer.algorithm=gspo?": "loss_mode=gspo policy_loss_type=gspo ratio=gspo",
+    "did you mean trainer.ratio=token?": (
+        "loss_mode=vanilla policy_loss_type=ppo importance_sampling_level=token ratio_type=token"
+    ),
+    "did you mean trainer.clip=soft?": "loss_mode=sapo",
+    "did you mean trainer.clip=cispo?": "loss_mode=cispo",
+    "did you mean trainer.clip=geometric?": "loss_mode=geo_mean",
+    "did you mean trainer.clip=none?": "loss_mode=gpg",
+    "did you mean trainer.clip=divergence?": "loss_mode=dppo_tv",
+    "did you mean trainer.ratio=sequence? (trainer.algorithm=gspo has its clip, too)": (
+        "importance_sampling_level=sequence ratio_type=sequence"
+    ),
+    "did you mean trainer.advantage=standardised?": (
+        "scale_rewards=true scale_rewards=group norm_adv_by_std_in_grpo=true no_advantage_std_norm=false "
+        "no_std_norm=false"
+    ),
+    "did you mean trainer.advantage=centred?": (
+        "scale_rewards=false scale_rewards=none norm_adv_by_std_in_grpo=false no_advantage_std_norm=true "
+        "no_std_norm=true"
+    ),
+    "did you mean trainer.advantage=whitened?": (
+        "scale_rewards=batch whiten_rewards=true normalize_advantages=true"
+    ),
+    "did you mean trainer.advantage=decoupled?": "multi_objective_aggregation=normalize_then_sum",
+    "did you mean trainer.overlong=drop?": "mask_truncated_completions=true",
+    "did you mean trainer.overlong=keep?": "mask_truncated_completions=false overlong_buffer.enable=false",
+    "set trainer.overlong=penalise, and trainer.overlong_buffer, a fraction of rollout.max_tokens": (
+        "reward_manager=dapo reward_manager.name=dapo"
+    ),
+    "did you mean engine.kind=vllm?": "use_vllm=true",
+    "there is no SGLang; did you mean engine.kind=vllm?": "rollout.name=sglang",
+    "did you mean engine.kind=torch?": "use_vllm=false",
+    "did you mean trainer.compute_dtype=bfloat16?": "bf16=true",
+    "did you mean trainer.compute_dtype=bfloat16? there is no float16": (
+        "fp16=true torch_dtype=float16 mixed_precision=fp16 model_dtype=fp16"
+    ),
+    "leave it out: layers compute in bfloat16 on a GPU, in float32 on a CPU": (
+        "bf16=false mixed_precision=no torch_dtype=float32 model_dtype=float32 model_dtype=fp32"
+    ),
+    "did you mean trainer.engine_correction=truncated?": (
+        "is_correction_enable=true vllm_enable_is_correction=true vllm_importance_sampling_correction=true "
+        "enable_vllm_is_correction=true vllm_is_correction_type=tis is_correction_type=tis rollout_is=token "
+        "vllm_importance_sampling_mode=truncate vllm_importance_sampling_mode=token_truncate"
+    ),
+    "did you mean trainer.engine_correction=masked?": (
+        "vllm_is_correction_type=icepop is_correction_type=icepop use_icepop=true "
+        "vllm_importance_sampling_mode=mask vllm_importance_sampling_mode=token_mask"
+    ),
+    "did you mean trainer.engine_correction=off?": (
+        "is_correction_enable=false vllm_enable_is_correction=false "
+        "vllm_importance_sampling_correction=false enable_vllm_is_correction=false rollout_is=null"
+    ),
+    "did you mean trainer.aggregation=token?": "use_token_level_loss=true",
+    "did you mean trainer.aggregation=sequence?": "use_token_level_loss=false",
+    "did you mean trainer.lora.base_dtype=nf4?": "load_in_4bit=true",
+    "did you mean trainer.cpu_offload=true?": "offload_optimizer_device=cpu offload_param_device=cpu",
+    "did you mean trainer.layout=sharded?": "zero_optimization.stage=3 zero_stage=3",
+    "did you mean checkpoints.keep_best=1?": "load_best_model_at_end=true",
+    "did you mean checkpoints.keep_last=2? the newest two stay": "remove_previous_ckpt_in_save=true",
+    "did you mean eval.interval=0?": (
+        "do_eval=false eval_strategy=no eval_strategy=false"  # YAML reads `no` as false
+    ),
+    "did you mean cluster.max_async_level=1?": "async_train=true async_enable=true",
+    "did you mean cluster.max_async_level=0?": "async_train=false async_enable=false",
+    "did you mean trainer.routing_replay=true?": "router_replay.mode=r3",
+    "leave it out; terminal and metrics.jsonl always get the metrics": (
+        "report_to=none report_to=[] logger=console logger=['console']"
+    ),
+    "leave it out": (
+        "save_strategy=no save_strategy=false offload_optimizer_device=none offload_param_device=none "
+        "fp16=false router_replay.mode=disabled multi_objective_aggregation=sum_then_normalize"
+    ),
+}
+"""What to do with a value of theirs for a name of theirs."""
+SAME_NUMBER = (
+    "in iterations",
+    "in samples;",
+    "in samples)",
+    "in tasks",
+    "times",
+    "of a token",
+    "the highest",
+    "in seconds",
+)
+"""How a note begins that leaves the value as it is."""
+BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}
+"""How a number of theirs becomes ours with `rollout.samples_per_task`."""
+
+
+COUNTED, VALUES, BY_VALUE = map(by_name, (_NOTES, _VALUES, _BY_VALUE))
+"""By their name: what its value is here; by their value: ours; by both: what is typed here."""

@@ -107,8 +107,8 @@ class ClusterSettings(Settings):
         if len(weights) != self.num_nodes:
             example = ",".join("2" if rank == 0 else "1" for rank in range(self.num_nodes))
             raise ValueError(
-                f"--rank-weights {text} has {len(weights)} weights for --num-nodes {self.num_nodes}; "
-                f"give one per node, e.g. {example}"
+                f"--rank-weights {text} has {len(weights)} weight{'s'[: len(weights) > 1]} for --num-nodes "
+                f"{self.num_nodes}; give --num-nodes {len(weights)}, or one weight per node, e.g. {example}"
             )
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"--rank-weights {text}: every weight must be a positive number")

@@ -35,7 +35,7 @@ from coordinator.start.run_json import (
     refuse_fewer_iterations,
 )
 from coordinator.start.start import last_start, resume_given
-from coordinator.start.texts_of_tasks import look_at_text, without_longer
+from coordinator.start.texts_of_tasks import first_prompt, look_at_text, without_longer
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
 from rollout.engines.kinds.choice import any_kind
@@ -59,17 +59,17 @@ def show(request: StartRequest, looks: bool) -> int:
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     is_master = request.rank == MASTER  # a worker takes its settings from the master
-    fetched = check_named(settings, overrides, request.root) if looks and is_master else None
+    notes = check_named(settings, overrides, request.root) if looks and is_master else []
     print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
-    if fetched:
-        print(f"not looked at, as a start would fetch it: {fetched}", file=sys.stderr)
+    for line in notes:
+        print(line, file=sys.stderr)
     return 0
 
 
-def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None = None) -> str | None:
+def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None = None) -> list[str]:
     """Check rewards, environments, tasks and model, whatever engine and GPUs this machine has. SettingsError
-    says what is wrong with which, also where the run at `root` was started with others. Return what is not
-    looked at, as a start would fetch it first.
+    says what is wrong with which, also where the run at `root` was started with others. Return lines for
+    people: the first prompt, and what is not looked at, as a start would fetch it first.
     """
     if root is not None:
         check_log_path(root)
@@ -82,12 +82,13 @@ def check_named(settings: RunSettings, overrides: Mapping[str, Any], root: Path 
         raise SettingsError(f"--model {settings.model}: {error}") from None
 
 
-def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None) -> str | None:
+def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Path | None) -> list[str]:
     """As check_named. Raises SettingsError, RowError, TaskError, ServerSettingError or WeightsError."""
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
     any_kind(settings.engine).check_arguments()
     functions, tasks, model = None, None, None
+    notes: list[str] = []
     for source in fetched:
         hub_parts(source)
     if fetched:
@@ -113,6 +114,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
         if settings.rl_phase != "update":
             code = [text for _file, text in functions.sources.values()]
             look_at_text(settings, model, tasks, engine_of(settings, MASTER), code)
+            notes += first_prompt(settings, model, tasks)
     if root is not None and has_run(root):
         refuse_fewer_iterations(root, settings)
         are_shorter = model is None and settings.rollout.max_prompt_tokens is not None  # not yet
@@ -120,7 +122,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     if settings.model == TINY or model:
         context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
         fit_max_tokens(settings, overrides, context)
-    return ", ".join(fetched) or None
+    return [*notes, f"not looked at, as a start would fetch it: {', '.join(fetched)}"] if fetched else notes
 
 
 def _is_of_disk(model: str, data_path: str | None) -> bool:

@@ -50,6 +50,8 @@ IN_FLIGHT = 256
 SERVED = 18_000
 """Tokens/s that one replica of vLLM serves at most, however fast its GPUs are: its own Python takes 55 us for
 each. Measured on an H100 (0.6B, CUDA graphs, 512 samples in flight)."""
+LONG_S = 6 * 3600.0
+"""An iteration that takes longer is said with what makes it shorter."""
 RANK = 16
 """Rank of the adapters that are proposed."""
 
@@ -220,7 +222,9 @@ def _time_text(settings: RunSettings, rollout_s: float, train_s: float, faster: 
     generates = settings.rollout.environment not in WRITTEN and settings.rl_phase == "both"
     first = f"generates for {_duration(rollout_s)}{faster} and " if generates else ""
     tokens = settings.rollout.max_tokens
-    return f"an iteration {first}trains for {_duration(train_s)} if samples have {tokens} tokens"
+    text = f"an iteration {first}trains for {_duration(train_s)} if samples have {tokens} tokens"
+    lower = "rollout.tasks_per_iteration, rollout.samples_per_task or rollout.max_tokens"
+    return f"{text}; lower {lower}" if rollout_s + train_s > LONG_S else text
 
 
 def _duration(seconds: float) -> str:

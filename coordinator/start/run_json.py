@@ -93,7 +93,8 @@ def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
         started_with = run["fixed"][key]
         if started_with["digest"] != now["digest"]:
             was, name = (" with ".join(filter(None, (x["name"], x.get("with")))) for x in (started_with, now))
-            content = " (same name, other content)" if was == name else ""
+            differs = "other content or columns" if key == "tasks" else "other content"
+            content = f" (same name, {differs})" if was == name else ""
             raise SettingsError(
                 f"{loading.option_name(key)} is {name}{content}, but this run was started with "
                 f"{was}; to start anew, use another log path"

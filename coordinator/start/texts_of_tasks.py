@@ -16,7 +16,7 @@ from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.kind import EngineKind
 from rollout.environments.environment import BUILT_IN
 from rollout.environments.self_teacher import SelfTeacher
-from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
+from rollout.environments.try_tasks import longer_prompts, rendered_prompt, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling
@@ -24,6 +24,9 @@ from rollout.tasks.task_set import TaskError, TaskSet
 from rollout.tasks.verifiers import SOURCE as VERIFIERS
 
 log = logging.getLogger(__name__)
+
+SHOWN = 1000
+"""Characters of the first prompt that are shown."""
 
 _USES_TOOLS = re.compile(r"""\b(with|bind)_tools\b|\btools\s*=|["']tools["']""")
 """What code has that gives a model tools, by a policy or a client of the OpenAI API."""
@@ -85,6 +88,22 @@ def _without_longer(settings: RunSettings, model_dir: Path, played: PlayedTasks,
         *(longest, len(lengths), len(tasks.tasks), tasks.place(first), count),
     )
     return tasks.without(lengths)
+
+
+def first_prompt(settings: RunSettings, model_dir: Path, tasks: RunTasks) -> list[str]:
+    """Return a line that shows the first training prompt as the model gets it; none where an environment of
+    the user's says what that is, or another template than the model's own makes it.
+    """
+    environment = settings.rollout.environment
+    if environment not in BUILT_IN or any_kind(settings.engine).has_other_template:
+        return []
+    tokenizer = LocalTokenizer(model_dir)
+    try:
+        tokens, text = rendered_prompt(tasks.training, environment, model_dir, _sampling(settings), tokenizer)
+    finally:
+        close_tokenizer()
+    shown = f"{text:.{SHOWN}}" + (" ..." if len(text) > SHOWN else "")
+    return [f"first prompt, {tokens} tokens: {shown!r}"]
 
 
 def look_at_text(

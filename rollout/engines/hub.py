@@ -13,6 +13,7 @@ from rollout.engines.model_dir import (
     check_model_dir,
     listed_weights,
 )
+from rollout.hub_reach import why_unreachable
 
 _PICTURES = ("png", "jpg", "jpeg", "gif", "svg", "webp", "mp4", "pdf")
 
@@ -33,8 +34,10 @@ def fetch_model(model: str) -> Path:
     try:
         snapshot = Path(snapshot_download(model, ignore_patterns=ignored))
         snapshot_download(model, revision=snapshot.name, allow_patterns=listed_weights(snapshot))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:
         raise NotFetched(str(error).splitlines()[0]) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise NotFetched(why_unreachable() or str(error).splitlines()[0]) from None
     return snapshot
 
 

@@ -211,6 +211,19 @@ def _most_tokens(task: Task, messages: Sequence[Any], fields: Sequence[str]) -> 
     return most + _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
 
 
+def rendered_prompt(
+    tasks: TaskSet, environment: str, model_dir: Path, sampling: Sampling, tokenizer: EngineClient
+) -> tuple[int, str]:
+    """Return how many tokens the first task's prompt has, and its text with all special tokens."""
+    limits = {"end_ids": read_special_tokens(model_dir).end_ids, "context": None, "vocabulary": None}
+
+    async def render() -> tuple[int, str]:
+        prompt, _ = await _prompt(tasks.tasks[0], environment, Policy(tokenizer, sampling, 0), limits)
+        return len(prompt), await tokenizer.detokenize(prompt)
+
+    return asyncio.run(render())
+
+
 def longer_prompts(
     tasks: TaskSet,
     environment: str,

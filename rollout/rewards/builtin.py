@@ -10,6 +10,7 @@ from rollout.rewards.regex import regex
 from rollout.rewards.reward import RewardFunction
 from rollout.rewards.solutions import refuse_solution
 from rollout.tasks.fields import name_of_answer, whole_number
+from rollout.tasks.messages import answer_of
 from rollout.tasks.task_set import Task
 
 
@@ -66,7 +67,7 @@ BUILT_IN: dict[str, RewardFunction | SyncReward] = {
 
 def answer_text(task: Task) -> str:
     """Return the answer of a task as a text: a number with all its digits, a whole one without a fraction."""
-    if "answer" not in task:
+    if (answer := answer_of(task)) is None:
         raise ValueError(f"it has no `answer`; {name_of_answer(task)}")
-    value = whole_number(task["answer"])
+    value = whole_number(answer)
     return f"{Decimal(repr(value)):f}" if isinstance(value, float) else str(value)  # not 1e-05

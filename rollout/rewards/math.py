@@ -11,6 +11,7 @@ from typing import Any
 from rollout.processes.killable_rewards import LibraryReward
 from rollout.rewards.solutions import behind_mark
 from rollout.tasks.fields import name_of_answer
+from rollout.tasks.messages import answer_of
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed", "\\begin{")
 _SCIENTIFIC = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2}(?![\w.]*\w)")
@@ -47,9 +48,9 @@ def make_verifier() -> Callable[[str, str], float]:
 
 
 def _arguments(task: dict[str, Any], completion: str) -> tuple[str, str]:
-    if "answer" not in task:
+    if (answer := answer_of(task)) is None:
         raise ValueError(f"it has no `answer`; {name_of_answer(task)}")
-    return behind_mark(str(task["answer"])), completion
+    return behind_mark(str(answer)), completion
 
 
 math_reward = LibraryReward(

@@ -54,6 +54,9 @@ def task_of(
     if ("prompt" in task) == ("messages" in task):
         state = "both are there" if "prompt" in task else "neither is there"
         hint = "" if columns.keys() & {"prompt", "messages"} or "prompt" in task else _hint(task)
+        for name, column in columns.items():
+            if column in {"prompt", "messages"} - columns.keys() and "prompt" not in task:
+                hint = f", as columns.{name}={column} has taken the column {column!r}; leave that out"
         raise ValueError(f"give either `prompt` or `messages`; {state}{hint}")
     task.setdefault("id", number)
     task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}

@@ -217,6 +217,11 @@ def without_answer(task: Task) -> Task:
     return {**task, "messages": messages[:-1], ANSWER: messages[-1]}
 
 
+def answer_of(task: Task) -> Any:
+    """Return the field `answer` of a task; without one, the words that its messages ended with, or None."""
+    return task["answer"] if "answer" in task else task.get(ANSWER, {}).get("content") or None
+
+
 def with_system_prompt(task: Task, text: str | None) -> Task:
     """Return a task whose conversation begins with a system message: its own, else one of this text. Raises
     ValueError for a task that is no conversation.

@@ -5,10 +5,12 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollout.hub_reach import why_unreachable
 from rollout.processes.killable_rewards import missing
 from rollout.tasks.file_kinds import HUB, RowError, TaskRow, hint_by_beginning, hub_parts
 
@@ -51,6 +53,7 @@ def read_arrow(file: str, images: str) -> Iterator[TaskRow]:
 def read_hub(source: str, default_split: str, images: str) -> Iterator[TaskRow]:
     _need("datasets", source)
     import datasets
+    import huggingface_hub.constants
 
     name, more = hub_parts(source)
     config, split = ([None, default_split], [None, *more], more)[len(more)]
@@ -60,13 +63,15 @@ def read_hub(source: str, default_split: str, images: str) -> Iterator[TaskRow]:
     requests = logging.getLogger("huggingface_hub")
     level = requests.level
     requests.setLevel(logging.ERROR)  # the error says what its retries came to
+    unreachable = None if Path(name).exists() else why_unreachable()
+    if unreachable:  # it may have the data set from an earlier time, and asks nobody else for it
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of the library, of the network, of the files: all are the user's to repair
         error_text = " ".join(str(error).split())
-        raise RowError(
-            f"{source}: datasets cannot load it: {type(error).__name__}: {error_text:.400}"
-        ) from error
+        reason = unreachable or f"{type(error).__name__}: {error_text:.400}"
+        raise RowError(f"{source}: datasets cannot load it: {reason}") from error
     finally:
         requests.setLevel(level)
     tables: Any = loaded.with_format("arrow")

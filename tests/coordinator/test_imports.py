@@ -45,7 +45,7 @@ FLOORS = (
     {"rollout.loaded_code"},
     {"rollout.plugins", "rollout.settings_tree", "rollout.stuck_user_code", "rollout.tally"},
     {"rollout.counter_rng", "rollout.environment_variables", "rollout.origin", "rollout.pictures"}
-    | {"rollout.module_search"},
+    | {"rollout.module_search", "rollout.hub_reach"},
 )
 """The rooms of the house, from the top floor down. A file beside the folders of its package is a room too."""
 MAY_IMPORT = {room: set().union(*FLOORS[floor + 1 :]) for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -67,10 +67,10 @@ def faults_of(rank: int, lines: Sequence[Line]) -> list[Fault]:
             continue
         kind = ""
         if event == "process":
-            away = _away(lines[index - 1], line) if index and host == line.get("host") else ""
+            away_text = _away(lines[index - 1], line) if index and host == line.get("host") else ""
             host, processes = str(line.get("host", "")), processes + 1
             kind = AGAIN if processes > 1 else ""
-            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}{away}"
+            text = f"process {processes} of this rank, from {str(line.get('at', ''))[:19]}{away_text}"
         elif event == "epoch" and rank == MASTER:
             epochs += 1
             kind = "new epoch" if epochs > 1 else ""

@@ -21,6 +21,7 @@ from rollout.engines.answers import EngineError
 from rollout.engines.embedded.local_tokenizer import LocalTokenizer, close_tokenizer
 from rollout.pictures import PictureError, size_of
 from rollout.storage import files
+from rollout.tasks.messages import answer_of
 from rollout.tasks.task_set import TaskError, load_tasks
 from rollout.trajectory import Group, Sample
 
@@ -170,4 +171,4 @@ def _answers_of(
         )
     except (TaskError, OSError):
         return {}
-    return {task["id"]: task["answer"] for task in tasks.tasks if "answer" in task}
+    return {task["id"]: answer for task in tasks.tasks if (answer := answer_of(task)) is not None}

@@ -46,7 +46,8 @@ def refused(settings: dict[str, Any], lines: int = 1) -> str:
 
 def test_wrong_number_of_weights_names_both_numbers_and_an_example() -> None:
     assert refusal(cluster__rank_weights="2,1", cluster__num_nodes=3) == (
-        "--rank-weights 2,1 has 2 weights for --num-nodes 3; give one per node, e.g. 2,1,1"
+        "--rank-weights 2,1 has 2 weights for --num-nodes 3; give --num-nodes 2, or one weight per "
+        "node, e.g. 2,1,1"
     )
 
 

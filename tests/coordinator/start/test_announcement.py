@@ -150,7 +150,7 @@ def test_machine_without_a_gpu_says_what_an_iteration_takes_of_time_and_disk(
     lines = said(tmp_path, given)
     assert lines["time"] == (
         "an iteration generates for 9 h (5 h with engine.dtype=float32) and trains for 12 h if samples have "
-        "2047 tokens"
+        "2047 tokens; lower rollout.tasks_per_iteration, rollout.samples_per_task or rollout.max_tokens"
     )
     assert lines["disk"].startswith("an iteration writes 0.004 GB of weights")
     (tmp_path / "other").mkdir()

@@ -280,6 +280,18 @@ def test_argument_that_no_server_is_given_is_refused_where_there_is_no_vllm(
     check_named(loading.build(given | {"engine.kind": "torch"}), given)
 
 
+def test_first_prompt_is_shown_as_the_model_gets_it(tmp_path: Path) -> None:
+    template = {"chat_template": "{% for m in messages %}b {% endfor %}a"}
+    model = str(write_model(tmp_path / "model", {}, template))
+    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"added_tokens": [], **tokenizer}))
+    ask = {"role": "user", "content": "1"}
+    tasks = tasks_at(tmp_path / "t.jsonl", {"messages": [ask, ask], "answer": "1"})
+    given: dict[str, Any] = {"tasks": tasks, "model": model, "rl_phase": "rollout", "engine.kind": "torch"}
+    assert check_named(loading.build(given), given) == ["first prompt, 3 tokens: 'b b a'"]
+
+
 def test_name_of_a_model_that_a_directory_began_a_run_with_is_not_called_another(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_model(tmp_path / "data" / "Qwen3", {})

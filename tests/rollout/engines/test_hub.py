@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from huggingface_hub.utils import (
 
 from rollout.engines.hub import NotFetched, fetch_model, fetch_shapes
 from rollout.engines.model_dir import tensor_names
+from rollout.hub_reach import why_unreachable
 
 BESIDE = {
     "config.json",
@@ -87,8 +89,26 @@ def test_reason_why_nothing_can_be_fetched_is_one_line(monkeypatch: pytest.Monke
         raise LocalEntryNotFoundError("no network\nand no copy")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("rollout.engines.hub.why_unreachable", lambda: None)
     with pytest.raises(NotFetched, match=r"^no network$"):
         fetch_model("maker/model")
+
+
+def test_machine_that_cannot_find_the_hub_is_told_to_take_a_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def getaddrinfo(host: str, _port: None) -> list[Any]:
+        raise socket.gaierror(-2, f"{host}: Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("rollout.hub_reach.getproxies", dict)
+    assert str(why_unreachable()).startswith("this machine finds no hub.example: without a network, fetch it")
+    monkeypatch.setattr("rollout.hub_reach.getproxies", lambda: {"https": "http://proxy:3128"})
+    assert why_unreachable() is None  # the proxy looks for it
+    monkeypatch.undo()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert why_unreachable() is None
 
 
 def test_shapes_of_a_model_are_known_without_its_weights(

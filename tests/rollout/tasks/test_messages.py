@@ -8,7 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout.tasks.messages import ANSWER, checked_tools, with_system_prompt
+from rollout.rewards.builtin import answer_text
+from rollout.tasks.messages import ANSWER, answer_of, checked_tools, with_system_prompt
 from rollout.tasks.task_set import Task, TaskError, load_tasks
 from tests.rollout.rollout_helpers import write_lines
 
@@ -74,6 +75,20 @@ def test_answer_that_is_begun_or_has_two_messages_is_refused(tmp_path: Path) -> 
         loaded(tmp_path, {"messages": [ASK, SAY, SAY]})
     with pytest.raises(TaskError, match=r"`messages`: 1\.prefix: no answer is begun here"):
         loaded(tmp_path, {"messages": [ASK, SAY | {"prefix": True}]})
+
+
+def test_conversation_that_ends_with_its_answer_needs_no_other_one(tmp_path: Path) -> None:
+    task = loaded(tmp_path, {"messages": [ASK, SAY]})
+    assert answer_text(task) == "7"
+    assert answer_of({**task, "answer": "8"}) == "8"
+    assert answer_of(loaded(tmp_path, {"messages": [ASK]})) is None
+
+
+def test_column_of_the_messages_that_is_named_as_another_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": [ASK, SAY]}))
+    taken = "neither is there, as columns.answer=messages has taken the column 'messages'; leave that out"
+    with pytest.raises(TaskError, match=taken):
+        load_tasks(str(tmp_path / "t.jsonl"), seed=0, split="train", columns={"answer": "messages"})
 
 
 @pytest.mark.parametrize("name", ["parameters", "input", "args"])

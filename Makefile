@@ -11,7 +11,7 @@ MODELS := build/real/.fetched
 # Tests start some thousand processes, which must not compile the packages anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-vllm test-trl real check docs clean
+.PHONY: install demo test vllm-cpu test-vllm test-trl real check docs clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +32,8 @@ test: install
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_PYTHON) -m pytest -n 2 --dist loadfile \
 		tests/engines tests/cluster/test_vllm.py $(addprefix tests/trainer/,model checkpoint update)
+
+vllm-cpu: $(VLLM_VENV)/.installed
 
 # Of 28,000 modules a few are imported: they are compiled then.
 $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt

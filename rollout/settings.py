@@ -67,7 +67,7 @@ class RolloutSettings(Settings):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from so many of the likeliest tokens; 0: all. It does to logprobs what `top_p` does."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample tokens at least this times as likely as the likeliest; it does what `top_p` does."""
+    """Drop tokens whose probability is below min_p x that of the likeliest; it does what `top_p` does."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
     tool_parser: Literal[
@@ -118,7 +118,7 @@ class RolloutSettings(Settings):
     """Processes of a node that call a sync reward function; null: one a core, 8 at most."""
     task_sampling: Literal["uniform", "ratio", "curriculum"] = "uniform"
     """Which tasks come next. uniform: all in a random order before any comes again; ratio: classes of tasks
-    in fixed shares; curriculum: rather tasks that past policies solved sometimes but not always."""
+    in fixed shares; curriculum: prefers tasks that past policies sometimes solved."""
     ratio_field: str = "source"
     """The field of a task that names its class."""
     ratio: dict[str, Annotated[float, Field(ge=0)]] = {}

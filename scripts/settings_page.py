@@ -47,10 +47,10 @@ rank = 16
 
 `name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
 where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
-anything else is a text. An unknown name is an error. `run --dry-run` looks at tasks, rewards and model,
-refuses what a start would, and else prints all settings, resolved. Defaults in brackets are for
-`builtin:tiny`, the built-in model: the demo's recipe. The presets of `trainer.algorithm` are in
-[algorithms.md](algorithms.md).
+anything else is a string. An unknown name is an error. `run --dry-run` looks at tasks, rewards and model,
+refuses what a start would, warns of what is not installed here, and else prints all settings, resolved.
+Defaults in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
+`trainer.algorithm` are in [algorithms.md](algorithms.md).
 
 Give settings only to the master; workers read them from the run directory. Settings of one machine may be
 different on a worker; give them there: {NODE_LOCAL_NAMES}.

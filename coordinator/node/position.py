@@ -9,6 +9,9 @@ from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import ranks_text
 from rollout.engines.generated import Generated
 
+ENGINE = "starting the engine"
+SLOW_START_S = 30.0
+"""From then on it is said why an engine may take long to start."""
 GATHERING = "gathering"
 """The state of a master that waits for its workers. Its heartbeats say how long each of them is silent."""
 STATES = {
@@ -181,6 +184,10 @@ class Position:
                 doing += f" ({description['samples']} of {description['samples_total']} samples)"
             if description["tokens_per_s"]:
                 doing += f", {description['tokens_per_s']:,.0f} tokens/s"
+        elif not work and not waits and unit == "tasks" and not description["total"]:
+            doing = f"{doing}, no samples finished yet"
+        elif work == ENGINE and seconds >= SLOW_START_S:
+            doing = f"{doing} (vLLM on a CPU takes a minute or more; run logs RANK shows what it says)"
         elif not unit and not work and not waits and description["done"]:
             doing = f"{description['done']} MB read"
         is_known = (
@@ -192,7 +199,7 @@ class Position:
     def _work(self) -> str:
         """Return the node's present work, if that is not what the phase is for."""
         if self._engine_starts():
-            return "starting the engine"
+            return ENGINE
         starts = self._place.phase == Phase.TRAINING.label and not self._place.total
         return "starting the trainer" if starts else ""
 

@@ -97,7 +97,12 @@ def _engine(settings: RunSettings, inputs: Inputs, machine: int) -> str:
     engine, size = engine_of(settings, machine), 0
     if engine.gpus > 1 and inputs.model_files:
         size = engine.replica_gpus(base_model_dir(settings, RunDir(Path())), least_gpu_bytes())
-    return f"{engine.name}, a replica on {_gpus(size)}" if size else engine.name
+    replica = f", a replica on {_gpus(size)}" if size else ""
+    place, number_type = engine.dtype
+    computes = f", {number_type}" if place == "engine.args.dtype" else ""
+    if computes == ", bfloat16" and not engine.gpus:
+        computes += " (kl_engine is about 0.003; the correction weighs it)"
+    return f"{engine.name}{replica}{computes}"
 
 
 def _gpus(count: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.directory.layout import MASTER, RunDir
+from coordinator.journal.tracker_feed import check_sinks
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, warn_of_training_tasks
@@ -59,7 +60,10 @@ def show(request: StartRequest, looks: bool) -> int:
     for change in changes(last_start(request.root), settings):
         print(change, file=sys.stderr)
     is_master = request.rank == MASTER  # a worker takes its settings from the master
-    notes = check_named(settings, overrides, request.root) if looks and is_master else []
+    notes = list[str]()
+    if looks and is_master:
+        notes = check_named(settings, overrides, request.root)
+        _warn_of_absent(settings)
     print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
     for line in notes:
         print(line, file=sys.stderr)
@@ -123,6 +127,18 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
         context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
         fit_max_tokens(settings, overrides, context)
     return [*notes, f"not looked at, as a start would fetch it: {', '.join(fetched)}"] if fetched else notes
+
+
+def _warn_of_absent(settings: RunSettings) -> None:
+    """Warn of what a start on this machine would lack: the plan may be for others."""
+    checks = [lambda: check_sinks(settings.metrics)]
+    if settings.rl_phase != "update" and settings.engine.url is None:
+        checks.append(engine_of(settings, MASTER).check)
+    for check in checks:
+        try:
+            check()
+        except (SettingsError, ServerSettingError) as error:
+            log.warning("not here, where a start would refuse it: %s", error)
 
 
 def _is_of_disk(model: str, data_path: str | None) -> bool:

@@ -158,7 +158,11 @@ def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
     trained, saved = settings.trainer.rounded_to(engine.gpus > 0), settings.trainer.save_dtype
     served = {computed, trained if saved == "auto" else saved} - EXACT
     if served != {trained} - EXACT:
-        other = "" if engine.gpus or computed != "bfloat16" else ", or give trainer.compute_dtype=bfloat16"
+        other = (
+            ""
+            if engine.gpus or computed != "bfloat16"
+            else ", or give trainer.compute_dtype=bfloat16 (or trainer.save_dtype=bfloat16)"
+        )
         engines = " and ".join(sorted(served)) or "float32"
         raise SettingsError(
             f"{name}={computed} with trainer.save_dtype={saved}: the engine would compute with weights in "

@@ -92,6 +92,13 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
     ended = run("--model", "nobody/no-such-model", "--dry-run")
     assert ended.returncode == 0 and "a start would fetch it: nobody/no-such-model" in ended.stderr
     assert run("--worker", "1", "--tasks", "nosuch.jsonl", "--dry-run").returncode == 0
+    for word, absent in (
+        ("engine.kind=vllm", "vLLM is not installed"),
+        ("metrics.sinks=wandb", "wandb is not"),
+    ):
+        ended = run(word, "--dry-run")  # the plan may be for other machines
+        assert ended.returncode == 0 and json.loads(ended.stdout), ended
+        assert "not here, where a start would refuse it" in ended.stderr and absent in ended.stderr
     ended = run("trainer.kl_coefficient=0.1", "--dry-run")
     assert ended.returncode == 0 and "does nothing with trainer.kl=off" in ended.stderr
 

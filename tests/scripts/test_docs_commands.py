@@ -60,7 +60,7 @@ ELSEWHERE = {
     r"python -m build": "tests/packaging/test_distributions.py",
 }
 """What is not run here, and the test that does; `doctor` alone: tests/coordinator/console/doctor."""
-NOT_IN_CI = {"demo"}
+NOT_IN_CI = {"vllm-cpu", "demo"}
 """What `.ci/run` does not name: below."""
 PAGES_WITH_TESTS = {
     *("README.md", "docs/tasks.md", "docs/algorithms.md", "docs/serve.md"),

@@ -63,7 +63,9 @@ def option(*names: str, help: str, metavar: str = "TEXT", **more: Any) -> Any:
 
 
 RESET = "--reset-settings"
-Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml or .yaml.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml, .yaml or .json.")
+]
 Reset = Annotated[
     list[str] | None,
     option(
@@ -77,7 +79,9 @@ DryRun = Annotated[
 ]
 SettingsOnly = Annotated[bool, typer.Option("--settings-only", hidden=True)]
 """Print the settings, and look at nothing that they name: it is elsewhere, or nobody trusts it yet."""
-DebugMode = Annotated[bool, typer.Option("--debug-mode", help="--engine-url http://127.0.0.1:8000.")]
+DebugMode = Annotated[
+    bool, typer.Option("--debug-mode", help="Use a server of yours on port 8000, as --engine-url does.")
+]
 AcceptCodeChange = Annotated[
     bool,
     typer.Option(

@@ -44,7 +44,7 @@ def evaluate(
     ] = None,
     environment: Annotated[str | None, option("--environment", metavar="NAME", help="As in `run`.")] = None,
     config: Annotated[
-        Path | None, option("--config", metavar="FILE", help="Settings, .toml or .yaml.")
+        Path | None, option("--config", metavar="FILE", help="Settings, .toml, .yaml or .json.")
     ] = None,
     out: Annotated[
         Path | None,

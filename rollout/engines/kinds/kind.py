@@ -49,7 +49,7 @@ class EngineKind:
 
     name: str
     """What people read: its name, and why it is taken."""
-    dtype = "", ""
+    dtype: tuple[str, str] = "", ""
     """What chooses its number type, and that type; empty if it is not known."""
     proves: bool | None = None
     """Whether it can prove its weights (EngineAdmin.prove); None: it must be asked."""

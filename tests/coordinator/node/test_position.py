@@ -154,8 +154,11 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     clock.now_s = 112.0
     starting = position.doing()
     assert position.describe()["work"] == "starting the engine"
-    starts[0] = False
+    clock.now_s = 130.0
+    assert "run logs RANK shows what it says), 30 s so far" in position.doing()[1]
+    starts[0], clock.now_s = False, 112.0
     assert starting[1] == "starting the engine, 12 s so far"
+    assert position.doing()[1] == "train_rollout, no samples finished yet, 12 s so far"
     position.reach(0, 128, 0)
     clock.now_s = 120.0
     position.reach(32, 128, 900)

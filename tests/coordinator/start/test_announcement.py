@@ -136,7 +136,20 @@ def test_node_of_several_gpus_says_how_many_a_replica_takes(
     model = write_model(tmp_path / "model", {"max_position_embeddings": 2048}, {}, shapes)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
     given = {"model": str(model), "tasks": str(tmp_path / "tasks.jsonl"), "engine.kind": "vllm"}
-    assert said(tmp_path, given)["engine"] == f"vLLM (--engine vllm), a replica on {gpus}"
+    assert said(tmp_path, given)["engine"] == f"vLLM (--engine vllm), a replica on {gpus}, bfloat16"
+
+
+def test_vllm_on_a_cpu_says_its_number_type_and_what_another_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_installed, "is_installed", lambda _module: True)
+    model = write_model(tmp_path / "model", {"max_position_embeddings": 2048}, {}, {})
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    given = {"model": str(model), "tasks": str(tmp_path / "tasks.jsonl"), "engine.kind": "vllm"}
+    assert said(tmp_path, given)["engine"] == "vLLM (--engine vllm), float32"
+    (tmp_path / "half").mkdir()
+    half = {"engine.args.dtype": "bfloat16", "trainer.compute_dtype": "bfloat16"}
+    assert "bfloat16 (kl_engine is about 0.003; the" in said(tmp_path / "half", {**given, **half})["engine"]
 
 
 def test_machine_without_a_gpu_says_what_an_iteration_takes_of_time_and_disk(

@@ -16,6 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV): 2 GB and more, most of it torch; some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
 	touch $@

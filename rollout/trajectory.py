@@ -214,7 +214,7 @@ def unfit(
         if not isinstance(reward, int | float) or not abs(reward) <= largest("reward"):
             return f"the reward of a turn is {reward}, expected a finite number up to {largest('reward'):g}"
         if not isinstance(turn.state, str | None):
-            return f"the state of a turn is {turn.state!r:.60}, expected a text that names it"
+            return f"the state of a turn is {turn.state!r:.60}, expected a string that names it"
     return None
 
 

@@ -103,7 +103,7 @@ def _put_first(task: dict[str, Any], columns: Mapping[str, str]) -> None:
     text, messages = task.get("system"), task.get("messages")
     if not isinstance(text, str | None) or not isinstance(messages, list):
         kind = _kind(text) if isinstance(messages, list) else "no `messages` to put it before"
-        raise ValueError(f"{_named('system', columns)} must be a text before `messages`, got {kind}")
+        raise ValueError(f"{_named('system', columns)} must be a string before `messages`, got {kind}")
     if text and messages and messages[0].get("role") == "system":
         raise ValueError(f"{_named('system', columns)} and a message of the system: leave out one of them")
     if text:

@@ -122,7 +122,7 @@ def _part(name: str, value: Any) -> dict[str, Any]:
         raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise ServerFault(f"the observation's {name} is no picture: {excerpt(error)}") from None
-    raise ServerFault(f"the observation's {name} is {excerpt(value)}; it must be a text, or rows of pixels")
+    raise ServerFault(f"the observation's {name} is {excerpt(value)}; it must be a string, or rows of pixels")
 
 
 def _action(schema: Mapping[str, Any], chosen: str | None) -> str:

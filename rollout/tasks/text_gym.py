@@ -185,7 +185,7 @@ def _part(value: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": value}
     if not hasattr(value, "__array_interface__"):
         raise ValueError(
-            f"{where} returned an observation of type {type(value).__name__}; it must be a text, or a "
+            f"{where} returned an observation of type {type(value).__name__}; it must be a string, or a "
             "picture: an array (height, width, 3) of uint8"
         )
     try:

@@ -60,6 +60,10 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
         assert docstrings(section)[name] in text, key  # pyright: ignore[reportArgumentType]
 
 
+def test_help_names_no_empty_default(run: Run) -> None:
+    assert not re.search(r"default:\s*\]", run("--help").stdout)
+
+
 def test_help_lists_the_commands_a_line_each_within_80_columns(run: Run) -> None:
     text = run("--help", env={"COLUMNS": "80"}).stdout
     assert max(map(len, text.splitlines())) <= 80

@@ -104,7 +104,7 @@ def test_rewards_of_turns_survive_a_part_and_are_left_out_where_there_are_none()
     assert [turn.get("reward") for turn in shown] == [0.25, None, None]
     states: list[Any] = [1, None]
     sample.reward_turns([0.25, None], states)
-    assert unfit(sample, demonstrated=False) == "the state of a turn is 1, expected a text that names it"
+    assert unfit(sample, demonstrated=False) == "the state of a turn is 1, expected a string that names it"
     sample.turns[0] = Turn("assistant", "a", 4, 6, "stop", reward=float("nan"))
     assert (
         unfit(sample, demonstrated=False)

@@ -62,7 +62,7 @@ def _annotation(key: str) -> Any:
     model, name = _find(key)
     field = model.model_fields[name]
     metavar = OPTIONS[key].partition(" ")[2] or _metavar(name, field.annotation)
-    default = "" if field.default is None else f"  [default: {show(field.default)}]"
+    default = "" if field.default in (None, ()) else f"  [default: {show(field.default)}]"
     default += f"  [with {TINY}: {show(TINY_DEFAULTS[key])}]" if key in TINY_DEFAULTS else ""
     text = docstrings(model)[name] + default
     choices = metavar.split("|") if "|" in metavar else []

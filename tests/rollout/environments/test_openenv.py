@@ -168,7 +168,7 @@ def test_tasks_are_first_observations_by_seed(server: Server) -> None:
         ("action=left", "action=left: its action has the texts message, thought, and metadata; give one"),
         ("action=thought,observation=hint", "an action needs message beside the text in thought"),
         ("action=message,observation=left", "observation=left: its observation has the texts prompt, hint"),
-        ("action=message,observation=hint,reset.trouble=no hint", "hint is None; it must be a text"),
+        ("action=message,observation=hint,reset.trouble=no hint", "hint is None; it must be a string"),
         ("action=message,observation=prompt,reset.trouble=done", "is done before the first action"),
         ("action=message,observation=prompt,reset.trouble=unseeded", "reset says something else the second"),
         ("action=message,observation=prompt,reset.more=1", "reset: Guess.reset() got an unexpected keyword"),
@@ -208,7 +208,7 @@ def test_observation_may_be_rows_of_pixels(tmp_path: Path) -> None:
         for rows, reason in (
             ("[[[0,0,256]]]", "the observation's pixels is no picture: "),
             ("[[[1,2,3]],[[1]]]", "the observation's pixels is no picture: "),
-            ("null", "the observation's pixels is None; it must be a text, or rows of pixels"),
+            ("null", "the observation's pixels is None; it must be a string, or rows of pixels"),
         ):
             with pytest.raises(TaskError, match=reason):
                 load(source(other, f"action=message,observation=goal+pixels,reset.rows={rows}"))
@@ -313,7 +313,7 @@ def test_budget_of_tokens_ends_the_episode(server: Server, guess: OpenEnv) -> No
         ("word", "step: the reward is high; it must be a finite number"),
         ("huge", "step: the reward is 1000"),
         ("maybe", "step: done is maybe; it must be true or false"),
-        ("number", "the observation's prompt is 3; it must be a text"),
+        ("number", "the observation's prompt is 3; it must be a string"),
         ("surrogate", "the observation's prompt has half a character"),
         ("null", "gave no reward in 3 steps"),
     ],

@@ -146,7 +146,7 @@ def test_observation_that_is_no_picture_is_refused() -> None:
     ):
         painted(np.zeros(4), None).reset(0, None)
     with pytest.raises(
-        ValueError, match="reset returned an observation of type int; it must be a text, or a"
+        ValueError, match="reset returned an observation of type int; it must be a string, or a"
     ):
         painted({"text": "a", "number": 3}, None).reset(0, None)
 
@@ -164,7 +164,7 @@ def painted(observation: Any, render_mode: str | None) -> TextEnvironment:
         ("guess_game:Gess", "no such name in "),
         ("no_such_game:Guess", "module 'no_such_game' cannot be imported"),
         ("guess_game:Guess,least=1", "got an unexpected keyword argument 'least'"),
-        ("guess_game:Guess,trouble=reset", "reset returned an observation of type list; it must be a text"),
+        ("guess_game:Guess,trouble=reset", "reset returned an observation of type list; it must be a string"),
         ("guess_game:Guess,step_timeout_s=0", "step_timeout_s=0: give a number of seconds above 0"),
         ("guess_game:Guess,size=none", "size=none: give a number above 0"),
     ],

@@ -172,7 +172,7 @@ BAD = [
     ("verify --log-path empty", "no run there"),
     ("cleanup --iteration x", "--iteration x: give the number of an iteration"),
     ("local --master", "run local starts all nodes of this machine"),
-    ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weights for --num-nodes 2"),
+    ("local --num-nodes 2 --rank-weights 1", "--rank-weights 1 has 1 weight for --num-nodes 2"),
     ("local --tasks broken.jsonl", "broken.jsonl:2: not JSON"),
 ]
 

@@ -16,7 +16,7 @@ from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import InFlight, ListedSlots, SlotSource
 from rollout.stuck_user_code import end, interrupting
-from rollout.tally import Tally
+from rollout.tally import Tally, amount
 from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class GroupCollector:
                 f"{self._finished.counted + elsewhere} of {needed + elsewhere} groups were (grace_period_s, "
                 "completion_threshold)"
             )
-            log.warning("%d groups are %s", len(self._in_flight), reason)
+            log.warning("%s %s", amount(len(self._in_flight), "groups", "are"), reason)
             for flight in self._in_flight.values():
                 self._take(flight.slot.tombstone(reason))
         failed = self._finished.to_hand_over

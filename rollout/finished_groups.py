@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from rollout.tally import amount
 from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class FinishedGroups:
         """Log how many groups were given up, and how many samples were lost, if any."""
         if self._given_up or self._lost_samples:
             log.warning(
-                "%d of %d groups were given up, %d samples were lost (unfit, or without a reward)",
+                "%d of %s given up, %s lost (unfit, or without a reward)",
                 self._given_up,
-                self._made + self._given_up,
-                self._lost_samples,
+                amount(self._made + self._given_up, "groups", "were"),
+                amount(self._lost_samples, "samples", "were"),
             )

@@ -23,7 +23,7 @@ from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
 from rollout.stuck_user_code import end
-from rollout.tally import Tally
+from rollout.tally import Tally, amount, warn_once
 from rollout.tasks.task_set import TaskError
 from rollout.trajectory import Group, Sample, unfit
 
@@ -115,6 +115,15 @@ class GroupMaker:
         ):
             raise ValueError(
                 f"the environment must return a non-empty list of Sample, got {type(samples).__name__}"
+            )
+        n = self.recipe.sampling.n
+        if len(samples) < n and self.segment is None and not demonstrates(self.recipe.environment):
+            name = getattr(self.recipe.environment, "__name__", type(self.recipe.environment).__name__)
+            teaches = "a group of one teaches nothing" if len(samples) == 1 else "the rest is missing"
+            warn_once(
+                f"few samples {len(samples)}",
+                f"environment {name} returned {amount(len(samples), 'samples')} of the {n} of sampling.n, "
+                f"e.g. of task {slot.task_id!r}: {teaches}; play sampling.n episodes",
             )
         return samples
 

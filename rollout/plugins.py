@@ -28,7 +28,7 @@ class PluginError(ValueError):
     """A `module:function` cannot be loaded; the message says why."""
 
 
-def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
+def load_function(name: str, *, make: bool = True, only_async: bool = False) -> Callable[..., Any]:
     """Return the function that `module:function` names, or an object of the class that it names, if one is
     called like a function; with `make=False` the class itself. Searches the current directory too; in place
     of a module a file can stand (`rewards/mine.py:score`), whose directory is searched as well. Raises
@@ -77,7 +77,9 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
-        raise PluginError(f"{title_of(name)!r}: {problem} in {imported}{_named_like(function_name, module)}")
+        raise PluginError(
+            f"{title_of(name)!r}: {problem} in {imported}{_named_like(function_name, module, only_async)}"
+        )
     if (
         not make
         or not inspect.isclass(function)
@@ -95,11 +97,12 @@ def load_function(name: str, *, make: bool = True) -> Callable[..., Any]:
         ) from error
 
 
-def _named_like(typed: str, module: Any) -> str:
+def _named_like(typed: str, module: Any, only_async: bool) -> str:
     """Say which function of a module is spelled most like what was typed, else which ones it has."""
     names = [
         name for name, value in vars(module).items()
         if inspect.isroutine(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        and (is_async(value) or not only_async)
     ]  # fmt: skip
     if near := difflib.get_close_matches(typed, names, n=1):
         return f"; did you mean {near[0]}?"

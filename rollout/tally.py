@@ -15,6 +15,9 @@ MOST_CHARACTERS = 300
 
 # What differs between two messages of one kind: numbers, and what a task or a model has said.
 _DETAIL = re.compile(r"""'[^'\n]*'|"[^"\n]*"|\d+(?:\.\d+)?""")
+_SINGULAR = {"are": "is", "were": "was"}
+_NOT_THE_USERS = ("rollout.", "asyncio", "concurrent.futures")
+"""What the names of modules begin with whose frames lead to the user's code."""
 _warned: set[str] = set()
 """Kinds of warnings that this process has logged once."""
 
@@ -44,18 +47,23 @@ class Tally:
         self._first[kind] = f"{lost} were lost like this: {str(reason)[:MOST_CHARACTERS]}"
         is_new = kind not in self._explained
         self._explained.add(kind)
+        traceback = _users_traceback(cause) if is_new and cause else None
+        # The frames of a call in another process are ours; its note has those of the user's code.
+        notes: list[str] = getattr(cause, "__notes__", []) if is_new and traceback is None else []
         self.log.log(
             logging.ERROR if is_new else logging.WARNING,
-            "%s: %s",
-            subject,
-            reason,
-            exc_info=_users_traceback(cause) if is_new and cause else None,
+            "%s",
+            "\n".join([f"{subject}: {reason}", *notes]),
+            exc_info=traceback,
         )
 
     def say_counts(self) -> None:
         """Log how often each kind has happened again, and begin to count anew."""
         for kind, times in self._again.items():
-            self.log.warning("%d more %s", times, self._first[kind])
+            first = self._first[kind]
+            if times == 1:
+                first = first.replace("s were lost", " was lost", 1)
+            self.log.warning("%d more %s", times, first)
         self._first.clear()
         self._again.clear()
 
@@ -63,13 +71,20 @@ class Tally:
 def _users_traceback(
     error: BaseException,
 ) -> tuple[type[BaseException], BaseException, TracebackType | None] | None:
-    """Return the part of an error to log: its traceback from the user's code on, and the notes with what
-    another process has said. None if it comes from this package alone: then its message says it all.
+    """Return the part of an error to log: its traceback from the user's code on. None if it comes from this
+    package alone: then its message says it all, or its note does.
     """
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("rollout."):
+    while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         frame = frame.tb_next
-    return (type(error), error, frame) if frame or getattr(error, "__notes__", None) else None
+    return (type(error), error, frame) if frame else None
+
+
+def amount(count: int, nouns: str, verb: str = "") -> str:
+    """Return `1 group` or `3 groups` of `nouns`, "groups"; with the `verb` "are": `1 group is`."""
+    if count != 1:
+        return f"{count} {nouns} {verb}".rstrip()
+    return f"1 {nouns.removesuffix('s')} {_SINGULAR.get(verb, verb)}".rstrip()
 
 
 def warn_once(kind: str, message: str) -> None:

@@ -27,6 +27,7 @@ from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
 from rollout.processes.killable_process import LINES_A_SECOND
 from rollout.storage.retry import SharedFsError
+from rollout.tally import amount
 from trainer.job.doorbell import Doorbell
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ class _Echo:
 
 class _CollectorDied(Exception):
     """The collector has ended, or hangs; the message says how."""
+
+    def __init__(self, text: str, exit_status: int | None = None) -> None:
+        super().__init__(text)
+        self.is_by_users_code = exit_status is not None and exit_status >= 0
+        """Whether it has ended by itself: our code does not do that while it makes groups."""
 
 
 class CollectorHost:
@@ -119,7 +125,13 @@ class CollectorHost:
                 if listener.stop.is_set():
                     raise Stopped(str(death)) from None
                 again = len(work.begun) + len(work.order.in_flight)
-                log.error("the collector of this node %s: %d groups are begun again", death, again)
+                by_user = " (code of an environment or a reward has ended its process, e.g. by os._exit)"
+                log.error(
+                    "the collector of this node %s%s: %s begun again",
+                    death,
+                    by_user if again and death.is_by_users_code else "",
+                    amount(again, "groups", "are"),
+                )
                 self._say("collector_lost", text=str(death))
                 work.after_death(str(death))
 
@@ -274,7 +286,7 @@ class CollectorHost:
                 raise self._failure(error)
             take_in(message, work, listener, self._box)
         if is_dead:
-            raise _CollectorDied(self._how())
+            raise _CollectorDied(self._how(), self._child and self._child.poll())
         return None
 
     def _failure(self, error: dict[str, Any]) -> Exception:

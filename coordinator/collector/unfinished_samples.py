@@ -15,6 +15,7 @@ from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from rollout.part_file import DamagedPart, decode_part
 from rollout.storage import files
+from rollout.tally import amount
 from rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ def left_by(
         made_with["environment"]["name"],
     ):
         log.warning(
-            "%d groups of iteration %d are begun again: the sampling or the environment has changed since",
-            len(tasks),
+            "iteration %d: %s begun again: the sampling or the environment has changed since",
             iteration,
+            amount(len(tasks), "groups", "are"),
         )
         return [], [], tasks
     before = BegunGroup.all_of(opened)
@@ -92,7 +93,8 @@ def read(
                 raise DamagedPart("it differs from the manifest's checksum")
             _, groups = decode_part(data)
         except (FileNotFoundError, DamagedPart) as error:
-            log.error("%s: %s; %d groups in it are begun again", directory / name, error, len(slot_of))
+            again = amount(len(slot_of), "groups", "are")
+            log.error("%s: %s; of those in it %s begun again", directory / name, error, again)
             continue
         by_slot |= {slot_of[group.slot]: group for group in groups if group.slot in slot_of}
     return by_slot

@@ -25,6 +25,7 @@ from rollout.collect import AllGivenUp
 from rollout.origin import Origin
 from rollout.quota import Quota
 from rollout.storage import once
+from rollout.tally import amount
 from rollout.trajectory import Group, group_length
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,10 @@ def sum_short(plan: Payload, payloads: dict[int, Payload]) -> Payload:
     """
     short = plan["short"] + sum(payload["short"] for payload in payloads.values())
     if short:
-        log.warning("%d groups are short: the grace period was over, or the spare tasks were used up", short)
+        log.warning(
+            "%s short: the grace period was over, or the spare tasks were used up",
+            amount(short, "groups", "are"),
+        )
     timings = {str(rank): payload["made"] for rank, payload in payloads.items() if "made" in payload}
     from_guests = [payload["from_guests"] for payload in payloads.values() if "from_guests" in payload]
     for share in from_guests:

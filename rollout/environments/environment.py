@@ -123,7 +123,7 @@ def resolve_environment(name: str) -> Environment:
             "openenv:URL, or give module:function or file.py:function"
         )
     try:
-        function = load_function(name)
+        function = load_function(name, only_async=True)
         check_call(function, ("task", "policy", "sampling"))
     except PluginError as error:
         raise EnvironmentSettingError(str(error)) from error

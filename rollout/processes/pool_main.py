@@ -24,6 +24,8 @@ from json import dumps, loads  # code of the user's may set others in the module
 from pathlib import Path
 from typing import Any
 
+_PACKAGE = Path(__file__).parents[1]
+"""Whose frames in a traceback say nothing of the user's code."""
 MEMORY_BYTES = 4 * 2**30
 """Limit of a library's address space: a completion that needs more makes it raise MemoryError."""
 
@@ -94,7 +96,15 @@ def _as_number(value: Any) -> float:
 
 def _failure(error: BaseException) -> dict[str, str]:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else f"it raised {error!r}"
-    return {"error": text, "traceback": "".join(traceback.format_exception(error)).rstrip()}
+    return {"error": text, "traceback": "".join(traceback.format_exception(_users(error))).rstrip()}
+
+
+def _users(error: BaseException) -> BaseException:
+    """Return the error with its traceback from the user's code on; with all of it where there is none."""
+    frame = error.__traceback__
+    while frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        frame = frame.tb_next
+    return error.with_traceback(frame) if frame is not None else error
 
 
 if __name__ == "__main__":

@@ -48,6 +48,16 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(score, function)
 
 
+def library_of_lists(function: Callable[..., Any]) -> str | None:
+    """Return the library, TRL or OpenRLHF, whose rewards take lists as this function does; it gets lists of
+    one sample. None for any other function.
+    """
+    arguments, _ = _convention(_parameters(function)) or (None, None)
+    if arguments is _arguments_of_trl:
+        return "TRL"
+    return "OpenRLHF" if arguments is _arguments_of_openrlhf else None
+
+
 def refuse_unfit(function: Callable[..., Any]) -> None:
     """Raise PluginError for a function that makes a reward, and is none, and for one that needs the tokens of
     completions, as TRL's functions may; rewards are given texts here.

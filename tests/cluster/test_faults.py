@@ -276,6 +276,7 @@ def test_group_whose_environment_ends_its_process_is_given_up_alone(
     assert cluster.run(1, *arguments, environment) == [0], cluster.everything_said()
     given_up = {slot: group.given_up for slot, group in cluster.groups(1).items() if group.given_up}
     assert len(given_up) == 1 and "ended with exit status 3" in str(*given_up.values())
+    assert "code of an environment or a reward has ended its process" in cluster.everything_said()
     assert len(cluster.groups(1)) == 8
 
 

@@ -11,7 +11,7 @@ from rollout.environments.environment import single_turn
 from rollout.origin import Sampling
 from rollout.processes.killable_process import CallFailed
 from rollout.rewards.reward import Reward
-from rollout.tally import MOST_KINDS, Tally
+from rollout.tally import MOST_KINDS, Tally, amount
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Sample
 from tests.rollout.collecting import FakeClient, run, slots
@@ -104,3 +104,33 @@ def test_traceback_of_another_process_is_shown(caplog: pytest.LogCaptureFixture)
 
     run(FakeClient(), slots(2), reward=Reward("my:judge", failed))
     assert caplog.text.count("in score") == 1
+
+
+def test_note_of_another_process_is_shown_without_frames_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    error = CallFailed("TypeError: no")
+    error.add_note('File "my_rewards.py", line 3, in score')
+    Tally(log).note("samples", "slot 1 loses a sample", ValueError("no"), error)
+    assert said(caplog) == ['slot 1 loses a sample: no\nFile "my_rewards.py", line 3, in score']
+
+
+def test_one_loss_is_counted_in_the_singular(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally(log)
+    for _ in range(2):
+        tally.note("groups", "slot 1 is given up", ValueError("no"), None)
+    tally.say_counts()
+    assert said(caplog)[-1] == "1 more group was lost like this: no"
+    assert amount(1, "groups", "were") == "1 group was" and amount(2, "groups", "are") == "2 groups are"
+
+
+def test_groups_of_fewer_samples_than_asked_for_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def one(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        return (await single_turn(task, policy, sampling))[:1]
+
+    run(FakeClient(), slots(3), environment=one)
+    (text,) = [text for text in said(caplog) if "sampling.n" in text]
+    assert (
+        "returned 1 sample of the 4 of sampling.n, e.g. of task 't0': a group of one teaches nothing" in text
+    )
+    caplog.clear()
+    run(FakeClient(), slots(3), environment=single_turn)
+    assert said(caplog) == []

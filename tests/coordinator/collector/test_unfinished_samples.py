@@ -99,7 +99,7 @@ def test_samples_are_never_gone_on_with_by_another_sampling(
     run_dir: RunDir, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert unfinished_samples.left_by(run_dir, 1, changed) == ([], [], [10, 12])
-    assert "2 groups of iteration 1 are begun again" in caplog.text
+    assert "iteration 1: 2 groups are begun again" in caplog.text
     tasks = load_tasks("builtin:arithmetic", seed=0, split="train")
     drawn = draw_tasks(run_dir, 2, RolloutSettings(), tasks, 4, [10, 12])
     assert drawn["tasks"][:2] == [10, 12], "and none of the tasks is lost"
@@ -121,7 +121,7 @@ def test_group_whose_tokens_are_lost_is_begun_again(
     if harm == "gone":
         part.unlink()
     assert unfinished_samples.read(run_dir, 2, begun, [0, 1, 5]) == {}
-    assert part.name in caplog.text and "2 groups in it are begun again" in caplog.text
+    assert part.name in caplog.text and "of those in it 2 groups are begun again" in caplog.text
 
 
 def test_nothing_is_left_by_an_iteration_without_a_manifest(run_dir: RunDir) -> None:

@@ -290,3 +290,12 @@ def test_task_of_an_environment_from_elsewhere_names_it_where_none_was_given() -
         check_played("single_turn", task)
     check_played("users.py:play", task)
     check_played("single_turn", {"id": "a", "prompt": "?", "gym": "the field of a task"})
+
+
+def test_names_that_a_file_has_are_those_of_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "guesses.py").write_text("async def game(task, policy, sampling): ...\ndef load(): ...\n")
+    with pytest.raises(EnvironmentSettingError, match=r"no such name in .*guesses\.py; it has game$"):
+        resolve_environment("guesses:unknown")

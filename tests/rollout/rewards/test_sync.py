@@ -117,6 +117,7 @@ def test_traceback_of_the_process_is_shown(scored: Scored) -> None:
     (error,) = scored("fails", "x")
     (note,) = error.__cause__.__notes__
     assert str(error).endswith("KeyError: 'no such key'") and 'return {}["no such key"]' in note
+    assert note.count('File "') == 1, "none of ours"
 
 
 def test_processes_are_as_many_as_the_setting_says(scored: Scored) -> None:

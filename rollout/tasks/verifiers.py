@@ -18,6 +18,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from rollout.module_search import search_here
@@ -84,8 +85,8 @@ def why_missing(name: str) -> str | None:
     if importlib.machinery.PathFinder.find_spec(module, inside) or importlib.util.find_spec(module):
         return None
     return (
-        f"there is no module {module} in {sys.prefix} or on PYTHONPATH; install the environment {name} there"
-        ", on every node"
+        f"there is no module {module} in {sys.prefix}, on PYTHONPATH or in {Path.cwd()}; install the "
+        f"environment {name}, or put {module}.py there, on every node"
     )
 
 
@@ -145,7 +146,7 @@ def why_no_taskset(name: str, error: Exception) -> str:
     if hasattr(sys.modules.get(module), "load_environment"):
         return (
             f"{name} is made for an older version of verifiers: it has load_environment and no Taskset; "
-            "install its version for verifiers 0.4"
+            "install its version for 0.4, or rewrite it as a Taskset: docs/environments.md#verifiers"
         )
     return f"{type(error).__name__}: {error}"
 

@@ -126,6 +126,15 @@ def test_samples_that_call_a_tool_are_rewarded_and_trained(
         assert "<tool_response>\n85\n</tool_response>" in str(client.tokenizer.decode(sample.token_ids))
 
 
+def test_tool_of_the_page_is_called(here: None, tmp_path: Path) -> None:
+    bad = CALL.replace('"a": 27', '"c": 27')
+    client = TemplatedClient(tmp_path, QWEN3, CALL, bad, "It is 85.<|im_end|>", "It is 86.<|im_end|>")
+    group = group_of("my_adder:adders", client)
+    assert sorted(sample.reward or 0.0 for sample in group.samples) == [0.0, 1.0]
+    texts = "".join(str(client.tokenizer.decode(sample.token_ids)) for sample in group.samples)
+    assert "<tool_response>\n85.0\n" in texts and "<tool_response>\ngive the numbers a and b\n" in texts
+
+
 def test_tools_of_a_server_are_called(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server.py").write_text(
         "from mcp.server.mcpserver import MCPServer\n"

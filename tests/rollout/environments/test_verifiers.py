@@ -242,7 +242,7 @@ def test_environment_with_splits_gives_its_own() -> None:
     [
         (
             "no-such-env",
-            f"there is no module no_such_env in {sys.prefix} or on PYTHONPATH; install the environment no-",
+            f"there is no module no_such_env in {sys.prefix}, on PYTHONPATH or in {Path.cwd()}; install",
         ),
         ("a b", "is not of the form NAME,PARAMETER=VALUE"),
         ("word-game,size=0", "size=0: give a number above 0"),
@@ -360,5 +360,6 @@ def test_package_that_fails_or_is_of_an_older_library_is_not_called_absent(
     error.__cause__ = ModuleNotFoundError("No module named 'needed'", name="needed")
     assert why("old", error).startswith("old cannot be imported: No module named 'needed'; install")
     monkeypatch.setitem(sys.modules, "old", SimpleNamespace(load_environment=print))
-    assert "load_environment and no Taskset" in why("old", AttributeError("defines no `__all__`"))
+    reason = why("old", AttributeError("defines no `__all__`"))
+    assert "load_environment and no Taskset" in reason and reason.endswith("docs/environments.md#verifiers")
     assert why("new", TypeError("two of them")) == "TypeError: two of them"

@@ -38,7 +38,6 @@ from rollout.trajectory import Sample
 from scripts.tiny_seeing_models import make_tiny_seeing
 from tests.browser import CHROMIUM
 from tests.faultfs import FaultFs, unavailable
-from tests.rollout.environments.outside import MODULES
 from tests.rollout.scripted import Agent
 from tests.trainer.model.test_pictures import SETTINGS, Seen, batch_of, learner_of, microbatches, mismatch
 from trainer.batch.packing import Packing, plan_step
@@ -272,13 +271,13 @@ TEMPLATE = (
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-def test_agent_of_the_page_sees_what_its_clicks_do_in_a_browser(
+def test_agent_sees_what_its_clicks_do_in_a_browser(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The words are those of a model that has learned nothing; each is read as a call, of a spot that
     follows from its tokens.
     """
-    (tmp_path / "my_browser.py").write_text(MODULES["my_browser.py"])
+    (tmp_path / "my_browser.py").write_text(Path(__file__).with_name("my_browser.py").read_text())
     (tmp_path / "page.html").write_text(PAGE)
     shutil.copytree(model, tmp_path / "tiny")
     (tmp_path / "tiny" / "chat_template.jinja").write_text(TEMPLATE)

@@ -14,7 +14,7 @@ from coordinator.directory.layout import GUESTS, MASTER
 from coordinator.journal.logs import Prefix
 from coordinator.journal.progress_reminder import FIRST_S, progress_reminders
 from coordinator.machine.oddities import explained
-from coordinator.node.messages import STARTED_BY
+from coordinator.machine.run_command import STARTED_BY
 from coordinator.node.node import Node
 from coordinator.phases.crews import is_finished, open_next
 from coordinator.phases.epochs import EXPECTED, finish, run_epochs
@@ -46,7 +46,7 @@ def run_to_exit_code(start: NodeStart, prefix: Prefix, iterate: Callable[[Node],
     is_guest = start.rank >= GUESTS
     node = GuestNode(start) if is_guest else Node(start)
     iterate = iterate or (guest_loop if is_guest else run_iterations)
-    prefix.follow(node.position.prefix, node.position.doing)
+    prefix.follow(node.position.prefix, node.position.doing, node.messages.elsewhere)
     try:
         node.begin()
         prefix.keep(node.run_dir.logs(node.rank), node.events)
@@ -109,6 +109,11 @@ def _say(end: NodeEnded) -> int:
     return end.code
 
 
+def _say_interrupted() -> int:
+    text = "interrupted before it took part in a run; the same command starts it again"
+    return _say(NodeEnded(Exit.INTERRUPTED, text))
+
+
 def run_node(
     request: StartRequest,
     prefix: Prefix,
@@ -119,7 +124,7 @@ def run_node(
     goes on.
     """
     root, machine, crew = request.root, request.rank, request.crew
-    with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S if machine else FIRST_S):
+    with progress_reminders(prefix.doing, prefix.remind, first_s=WORKERS_FIRST_S if machine else FIRST_S):
         try:
             share_with_group(root)
             placement = read_placement(root)
@@ -133,6 +138,8 @@ def run_node(
             return _say(end)
         except SettingsError:
             raise
+        except KeyboardInterrupt:
+            return _say_interrupted()
         except EXPECTED as error:
             name = f"rank {machine}" if crew == "main" else f"{crew} rank {machine}"
             return _say(NodeEnded(Exit.FAILED, f"{name} could not start: {error}"))
@@ -142,7 +149,7 @@ def run_node(
 
 def run_guest(request: StartRequest, prefix: Prefix) -> int:
     """Start a guest and run it to its exit code."""
-    with progress_reminders(prefix.doing, first_s=WORKERS_FIRST_S):
+    with progress_reminders(prefix.doing, prefix.remind, first_s=WORKERS_FIRST_S):
         try:
             share_with_group(request.root)
             start = start_guest(request)
@@ -150,6 +157,8 @@ def run_guest(request: StartRequest, prefix: Prefix) -> int:
             return _say(end)
         except SettingsError:
             raise
+        except KeyboardInterrupt:
+            return _say_interrupted()
         except EXPECTED as error:
             return _say(NodeEnded(Exit.FAILED, f"this guest could not start: {error}"))
         return run_to_exit_code(start, prefix)

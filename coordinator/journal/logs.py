@@ -10,6 +10,8 @@ from coordinator.directory.line_writer import LineWriter
 from coordinator.journal.control_characters import plain
 from coordinator.journal.progress_reminder import Doing
 
+log = logging.getLogger(__name__)
+
 CLOSE_S = 2.0
 """How long the end of a node waits for its last lines to be in its log file."""
 OURS = ("coordinator", "rollout", "trainer")
@@ -24,13 +26,22 @@ class Prefix(logging.Formatter):
         name = f"rank {rank}" if rank is not None else "guest"
         self._name = name if crew == "main" else f"{crew} {name}"
         self._where: Callable[[], str] = lambda: ""
+        self._elsewhere: Callable[[], str] = lambda: ""
         self._doing: Doing = lambda: ("start", "reading the tasks and the model" if rank == 0 else "starting")
         self._file: _File | None = None
         self._events: logging.Handler | None = None
 
-    def follow(self, where: Callable[[], str], doing: Doing) -> None:
-        """Say where the node is (` it 7 train_rollout`, or nothing); `doing`: see `progress_reminders`."""
-        self._where, self._doing = where, doing
+    def follow(
+        self, where: Callable[[], str], doing: Doing, elsewhere: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Say where the node is (` it 7 train_rollout`, or nothing); `doing`: see `progress_reminders`;
+        `elsewhere`: what to add to that of other nodes.
+        """
+        self._where, self._doing, self._elsewhere = where, doing, elsewhere
+
+    def remind(self, text: str) -> None:
+        """Log a reminder of what goes on."""
+        log.info("%s%s", text, self._elsewhere())
 
     def doing(self) -> tuple[object, str]:
         """Return this node's present activity, as `follow` was told to find it."""

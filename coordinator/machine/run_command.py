@@ -12,6 +12,9 @@ from coordinator.settings.tree import SettingsError
 PATIENCE_S = 120.0
 """How long an answer may take; reading the settings takes half a second."""
 
+STARTED_BY = "FLAGPOST_STARTED_BY"
+"""The environment variable in which `run local` tells its nodes the command that starts them all."""
+
 
 def run_command(*words: str) -> list[str]:
     """Return the command that calls this installation's `run` with these words."""

@@ -19,7 +19,7 @@ from rollout.storage import files
 from rollout.storage.hashing import FileFacts
 from rollout.storage.retry import WAITING
 from trainer.documents import TrainRequest
-from trainer.job import launch
+from trainer.job import launch, space_waits
 from trainer.job.doorbell import Doorbell
 from trainer.progress import NOT_SAVED
 from trainer.settings import TrainerSettings
@@ -38,6 +38,7 @@ class _TrainingRequest:
     processes: int
     check: Callable[[], None]
     progress: Callable[[int, int], None]
+    full: Callable[[str], None]
     reached: tuple[int, int] = (0, 0)
     still: Stopwatch = field(default_factory=lambda: Stopwatch(1.0))
     """Time since the processes were last seen to get on."""
@@ -116,17 +117,19 @@ class TrainerHost:
         processes: int,
         check: Callable[[], None],
         progress: Callable[[int, int], None],
+        full: Callable[[str], None] = lambda _text: None,
     ) -> Mapping[str, FileFacts] | None:
         """One training phase. TrainerFailed if it fails or stands still for `stall_timeout_s`.
 
-        While it lasts `check` is called, which may raise, and `progress` with the parts done and expected.
+        While it lasts `check` is called, which may raise, `progress` with the parts done and expected, and,
+        again and again while a trainer waits for space on a full disk, `full` with a text that says so.
         With request.ahead it may end before the checkpoint is durable, which `finish` waits for: then the
         files of the new policy in request.copy_dir are returned, none if there is no copy. None: all is done.
         """
         assert self._child is not None
         self._number += 1
         launch.submit(self._child.spool, self._number, request)
-        self._asked = _TrainingRequest(request, processes, check, progress)
+        self._asked = _TrainingRequest(request, processes, check, progress, full)
         while not self.is_done():
             if (
                 request.ahead
@@ -155,6 +158,8 @@ class TrainerHost:
             job.reached = parts
             job.progress(*parts)
             job.still.restart()
+        if text := space_waits.take(self._child.spool, self._number):
+            job.full(text)
         limit_s, still_s = job.request.settings.stall_timeout_s, job.still.look()
         if failure is None and limit_s is not None and still_s > limit_s:
             failure = f"no progress for {still_s:.0f} s, with {parts[0]} of {parts[1]} parts done"

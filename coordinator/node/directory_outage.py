@@ -12,7 +12,7 @@ from coordinator.node.node_wait import NodeWait
 from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.fence import is_away
 from rollout.storage.files import SharedFsError
-from rollout.storage.retry import RETRY_S, is_listed, waiting_for_space
+from rollout.storage.retry import RETRY_S, is_listed, space_wait, waiting_for_space
 
 
 @dataclass
@@ -38,7 +38,7 @@ class DirectoryOutage(NodeWait):
         elif self._missed_s is None:
             self._missed_s = now_s
         elif now_s - self._missed_s > RETRY_S:
-            raise NodeEnded(Exit.FAILED, f"{reason}. {self.messages.repair()}")
+            raise NodeEnded(Exit.FAILED, f"{reason}. {self.messages.repair(self.identity.rank)}")
 
     def is_cut_off(self) -> bool:
         """Return whether the directory does not take this node's beats just now, or is not mounted as it was:
@@ -52,7 +52,7 @@ class DirectoryOutage(NodeWait):
         """
         if not self._is_mounted() or is_listed(self.identity.run_dir.run_json):
             return ""
-        evidence = f"{self._mount.point} is mounted as before, and has no run there"
+        evidence = "its filesystem is there, and has no run at that place"
         cure = "Move it back, or give its new place as --log-path"
         return f"{self.identity.root} was moved or removed: {evidence}. {cure}"
 
@@ -68,7 +68,10 @@ class DirectoryOutage(NodeWait):
         if now_s - last_s > 2 * self.watch.fence.limit_s + RETRY_S:
             first_s = now_s
         self._full_s = first_s, now_s
-        if now_s - first_s > self._cluster.rejoin_timeout_s:
+        limit_s = self._cluster.rejoin_timeout_s
+        path = error.path if error.path.name else self.identity.run_dir.run_json  # the collector names none
+        self.position.wait_for_space(space_wait(path, limit_s))
+        if now_s - first_s > limit_s:
             raise NodeEnded(Exit.LOST, f"{error}. {self.messages.repair()}")
 
     def wait_out(self) -> None:

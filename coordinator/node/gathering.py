@@ -1,6 +1,7 @@
 """Gather the nodes of an epoch, as its master: who is there, who comes back, and which record says so."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from coordinator.directory.file_names import Beat
 from coordinator.directory.layout import MASTER
 from coordinator.machine import network
+from coordinator.machine.run_command import STARTED_BY
 from coordinator.node.node_wait import NodeWait
 from coordinator.node.position import GATHERING
 from coordinator.protocol.back_off import BackOff
@@ -196,11 +198,8 @@ class Gathering(NodeWait):
 
         absent = [rank for rank in range(1, self._cluster.num_nodes) if not is_here(rank)]
         if unsaid := set(absent) - set(self.position.waiting_for):
-            log.info(
-                "waiting for %s; on that machine: %s",
-                self.identity.run_dir.names(unsaid),
-                self._commands(unsaid),
-            )
+            starts = "" if STARTED_BY in os.environ else f"; on that machine: {self._commands(unsaid)}"
+            log.info("waiting for %s%s", self.identity.run_dir.names(unsaid), starts)
         self.position.wait_for(absent)
         for flag in board.called(since, NOT_STARTED):
             if flag.rank in absent and (text := self._failed_starts.new(flag)):

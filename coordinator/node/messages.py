@@ -1,22 +1,24 @@
 """Messages of a node to a person: who is waited for, what was lost, and the command that repairs it."""
 
+import contextlib
 import os
 import shlex
 import signal
 
 from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import GUESTS, MASTER
-from coordinator.machine.run_command import node_command
+from coordinator.machine.run_command import STARTED_BY, node_command
 from coordinator.node.flags import read_call
 from coordinator.node.identity import Identity
 from coordinator.node.position import Position
 from coordinator.protocol.on_node_failure import failure_policy
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
-from rollout.storage.retry import DirectoryCall
+from rollout.storage.retry import WAITING, DirectoryCall
 
-STARTED_BY = "FLAGPOST_STARTED_BY"
-"""The environment variable in which `run local` tells its nodes the command that starts them all."""
+QUIET_S = 5.0
+"""A shorter silence is not said: heartbeats are seconds apart."""
 
 
 class Messages:
@@ -108,8 +110,40 @@ class Messages:
         )
 
     def missing(self) -> str:
-        """Return the ranks that are waited for, as `of_rank`."""
+        """Return the ranks that are waited for, as `of_rank`; in place of a master that waits for others
+        itself, those.
+        """
+        if self._position.waiting_for == [MASTER] and (awaited := self._masters_missing()):
+            return awaited
         return "; ".join(self.of_rank(rank) for rank in self._position.waiting_for)
+
+    def _masters_missing(self) -> str:
+        """Return for whom the master waits, unless this node is among them: `rank 2 (silent for 28 s)`."""
+        heartbeat = self._watch.heartbeat(MASTER)
+        ranks: list[int] = heartbeat.get("waiting_for", [])
+        if self._identity.rank in ranks:
+            return ""
+        silences = {rank: heartbeat.get("silent_s", {}).get(str(rank), 0.0) for rank in ranks}
+        return "; ".join(
+            f"{self._identity.run_dir.name(rank)}" + (f" (silent for {s:.0f} s)" if s >= QUIET_S else "")
+            for rank, s in silences.items()
+        )
+
+    def elsewhere(self) -> str:
+        """Return, in brackets, what this node waits for without a flag of its own: for whom its master waits,
+        and who waits for space on a full disk.
+        """
+        me, watch, texts = self._identity, self._watch, list[str]()
+        if me.is_guest or watch.current is None or watch.fence.tripped:
+            return ""
+        with contextlib.suppress(OSError):
+            if self._position.waiting_for == [MASTER] and (awaited := self._masters_missing()):
+                texts.append(f"{me.run_dir.name(MASTER)} waits for {awaited}")
+            if self._position.phase is Phase.TRAINING:
+                for rank in (set(watch.current.members) if me.is_master else {MASTER}) - {me.rank}:
+                    work = watch.heartbeat(rank).get("work", "")
+                    texts += [f"{me.run_dir.name(rank)}: {work}"] if work.startswith(WAITING) else []
+        return f" ({'; '.join(texts)})" if texts else ""
 
     def of_rank(self, rank: int) -> str:
         """Return `rank 2 (node-c; last seen in train_rollout, iteration 7, 37/128)`."""

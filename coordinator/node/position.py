@@ -1,5 +1,6 @@
 """The position of a node in the run, as its heartbeat says."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ STATES = {
     "running": "entering the epoch",
 }
 """What goes on outside of the phases."""
+SPACE_WAIT_S = 10.0
+"""Who waits for free space says so more often than this."""
 UNITS = {
     Phase.TRAIN_ROLLOUT.label: "tasks",
     Phase.EVAL_ROLLOUT.label: "tasks",
@@ -68,6 +71,8 @@ class Position:
         self._place = _PhaseStay()
         self._last = 0
         """The iteration that the node was in last: between two epochs it is in none."""
+        self._space_wait = ("", -math.inf, -math.inf)
+        """What this node said of a full disk; when it began to say so, and when it said so last."""
 
     def move(
         self, state: str, iteration: int = 0, phase: str = "", waiting_for: list[int] | None = None
@@ -83,6 +88,11 @@ class Position:
     def wait_for(self, ranks: list[int]) -> None:
         """Say which ranks are waited for."""
         self._place.waiting_for = ranks
+
+    def wait_for_space(self, text: str) -> None:
+        """Say, again and again meanwhile, that the node or one of its children waits on a full disk."""
+        now_s, (_, first_s, last_s) = time.monotonic(), self._space_wait
+        self._space_wait = (text, first_s if now_s - last_s < SPACE_WAIT_S else now_s, now_s)
 
     def lack(self, text: str) -> None:
         """Say what the other crew has to publish before this one goes on; an empty text: nothing."""
@@ -177,6 +187,7 @@ class Position:
             doing, seconds = f"waiting for {self._names(waits)}", description["waiting_s"]
         elif description["waits_for"]:
             doing = f"waiting for {description['waits_for']}"
+        seconds = description["work_s"] or seconds
         same = (description["state"], description["iteration"], phase, doing)
         if unit and not work and not waits and description["done"] < description["total"]:
             doing = f"{description['done']} of {description['total']} {unit}"
@@ -196,8 +207,16 @@ class Position:
         left_text = f", about {description['left_s']:.0f} s left" if is_known else ""
         return same, f"{doing}, {seconds:.0f} s so far{left_text}"
 
+    def _space_wait_s(self) -> float:
+        """Return for how long the node has waited for space; 0 if it does not."""
+        _, first_s, last_s = self._space_wait
+        now_s = time.monotonic()
+        return max(now_s - first_s, 0.1) if now_s - last_s < SPACE_WAIT_S else 0.0
+
     def _work(self) -> str:
         """Return the node's present work, if that is not what the phase is for."""
+        if self._space_wait_s():
+            return self._space_wait[0]
         if self._engine_starts():
             return ENGINE
         starts = self._place.phase == Phase.TRAINING.label and not self._place.total
@@ -230,6 +249,7 @@ class Position:
             "waiting_for": place.waiting_for,
             "waits_for": place.lacking,
             "work": self._work(),
+            "work_s": round(self._space_wait_s(), 1),
             "row_s": round(now_s - place.since_s, 1),
             "waiting_s": round(now_s - (place.waiting_since_s or place.since_s), 1) if waits else 0.0,
             "tokens_per_s": round(tokens / counted_s, 1) if tokens and counted_s else None,

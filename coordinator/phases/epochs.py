@@ -150,7 +150,8 @@ def _hold(node: Node, loss: NodeLost) -> None:
         last = (node.record.members[loss.rank].incarnation, sys.maxsize)
     node.gathering.lost[loss.rank] = last
     # If it lives all the same, it has to hear that nobody waits for it.
-    node.flags.tell("lost", str(loss), comes_anew=loss.rank if loss.stalled or loss.ended else None)
+    comes_anew = loss.rank if loss.stalled or loss.ended else None
+    node.flags.tell("lost", str(loss), rank=loss.rank, comes_anew=comes_anew)
     text = str(loss)
     if node.phase_endings.forget_loss() == loss.rank:
         text = f"holding until {node.run_dir.name(loss.rank)} is back"

@@ -108,7 +108,10 @@ def train(node: Node, iteration: Iteration) -> None:
         iterations=published_settings.iterations,
     )
     node.trainer.ensure(config, processes, threads, settings.trainer)
-    copy = node.trainer.train(request, processes, node.phase_endings.check_training, node.position.reach)
+    position = node.position
+    copy = node.trainer.train(
+        request, processes, node.phase_endings.check_training, position.reach, position.wait_for_space
+    )
     if copy_dir is not None:
         head_start.take_over(node, iteration, copy or {})
     if not settings.trainer.keep_alive:

@@ -110,7 +110,11 @@ class Judge:
                 except (FileNotFoundError, ValueError):
                     continue  # the next look reads it
                 self._heard.add(flag)
-                log.warning("holding: %s", document["text"])
+                if document.get("rank") == self._rank:
+                    why = document["text"].partition(". To ")[0]
+                    log.warning("the others took this node for lost; it comes back by itself (%s)", why)
+                else:
+                    log.warning("holding: %s", document["text"])
                 if document["comes_anew"] == self._rank:
                     trip("the others go on without this node: they have found it lost")
 

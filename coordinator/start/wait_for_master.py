@@ -1,11 +1,15 @@
 """Wait, as a starting node, for a living master."""
 
 import logging
+import os
 import shlex
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import MASTER, RunDir
+from coordinator.machine.run_command import STARTED_BY, node_command
 from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.placement_records import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
@@ -18,6 +22,14 @@ log = logging.getLogger(__name__)
 
 LOOKED_AT, SHOWN = 100, 5
 """So many directories beside an absent one are looked at, and so many runs named."""
+NOTHING_YET = " (nothing is there yet: the master makes it)"
+ENDS = {
+    "stopped": "was stopped",
+    "failed": "has failed",
+    "gave_up": "was given up",
+    "left": "has lost its master",
+}
+"""How the run of a master that has said so has ended, by the kind of its call."""
 PLACED = "the master has placed the devices of the run"
 
 
@@ -49,12 +61,11 @@ def await_master(
         if waited_s == 0.0:
             is_over = newest is not None and newest.kind == "finished"
             goes_on = f"is finished; waiting {node_timeout_s:g} s for a master that goes on with it"
-            present = f" (the run there {goes_on})" if is_over else what_is_there(run_dir)
+            present = f" (the run there {goes_on})" if is_over else _present(run_dir, board, newest, waited_s)
             log.info("waiting for the master at %s%s", run_dir.root, present)
         if waited_s > said_s + 30.0:
-            log.info(
-                "waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, what_is_there(run_dir)
-            )
+            present = _present(run_dir, board, newest, waited_s)
+            log.info("waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, present)
             said_s = waited_s
     raise NodeEnded(
         Exit.LOST,
@@ -63,10 +74,34 @@ def await_master(
     )
 
 
+def _present(run_dir: RunDir, board: Board, newest: EpochRecord | None, waited_s: float) -> str:
+    """Return, in brackets, what is where a master is waited for, and how it goes on; nothing for a node that
+    another command has started with its master.
+    """
+    if STARTED_BY in os.environ:
+        return ""
+    epoch = 0 if newest is None else newest.epoch
+    ended = [flag for flag in board.calls if flag.epoch == epoch and _is_end(flag)]
+    if newest is None or not (ended or waited_s):  # at first a living master has had no time to beat
+        return what_is_there(run_dir)
+    kind = ended[0].kind if ended else ""
+    state = ENDS.get(kind, "has no master that beats")
+    command = node_command(run_dir.root, run_dir.machine(MASTER))
+    return f" (the run there {state}; to go on, on {newest.master_host}: {command})"
+
+
+def _is_end(flag: Flag) -> bool:
+    """Return whether the master has said by this flag that it has ended."""
+    return flag.rank == MASTER and flag.kind in ENDS
+
+
 def what_is_there(run_dir: RunDir) -> str:
     """Return, in brackets, what is where a master is waited for; nothing where a run is."""
     root, parent = run_dir.root, run_dir.root.parent
-    if not files.is_directory(parent):
+    existing = next(path for path in root.parents if files.is_directory(path))
+    if existing != parent and Path.cwd().absolute() in (existing.absolute(), *existing.absolute().parents):
+        return NOTHING_YET
+    if existing != parent:
         return f" ({parent} is not there now: is it mounted here?)"
     names_beside = files.listing(parent)  # what it does not list is not looked up: see _protocol
     if root.name in names_beside and has_run(root):
@@ -79,6 +114,8 @@ def what_is_there(run_dir: RunDir) -> str:
     run_hint = (
         f"; {'in' if looked_at is root else 'beside'} it {word} {', '.join(runs[:SHOWN])}" if runs else ""
     )
+    if not is_there and not runs:
+        return NOTHING_YET
     return f" ({'no run has begun' if is_there else 'nothing is'} there{run_hint})"
 
 

@@ -5,6 +5,7 @@ A full disk passes when somebody frees some space. Only where `waiting_for_space
 
 import errno
 import logging
+import math
 import os
 import re
 import shutil
@@ -63,6 +64,7 @@ class SharedFsError(OSError):
         free = _free_space(path) if error.errno in FULL else ""
         duration = f" (tried for {tried_s:.1f} s)" if tried_s > 0.1 else ""
         super().__init__(error.errno, f"cannot {verb} {path}: {error.strerror}{duration}{free}{hint}")
+        self.path = path
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -148,7 +150,8 @@ def _retry(
             if space is not None and error.errno in FULL and tried_s < space.limit_s:
                 if not is_said:
                     free = _free_space(path)
-                    log.error("cannot %s %s: %s%s; %s", verb, path, error.strerror, free, WAITING)
+                    until = f", {space.limit_s:.0f} s at most" if math.isfinite(space.limit_s) else ""
+                    log.error("cannot %s %s: %s%s; %s%s", verb, path, error.strerror, free, WAITING, until)
                     is_said = True
                 space.check(SharedFsError(verb, path, error, tried_s))
                 time.sleep(min(pause_s, FULL_PAUSE_S))
@@ -230,9 +233,21 @@ def is_listed(path: Path) -> bool:
         return error.errno in PASSING
 
 
+def space_wait(path: Path, limit_s: float) -> str:
+    """Return what a process does that waits up to `limit_s` for space to write `path`: `waiting for free
+    space on /shared (0 of 12 MB free: free some there; it gives up after 300 s)`.
+    """
+    mount = os.path.realpath(path.parent)
+    while not os.path.ismount(mount):
+        mount = os.path.dirname(mount)
+    free = _free_space(path).strip(" ()")
+    return f"{WAITING} on {mount} ({free}: free some there; it gives up after {limit_s:.0f} s)"
+
+
 def _free_space(path: Path) -> str:
     try:
         usage = shutil.disk_usage(path.parent)
     except OSError:
         return ""
-    return f" ({usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free)"
+    unit, size, digits = ("GB", 1e9, 1) if usage.total >= 1e9 else ("MB", 1e6, 0)
+    return f" ({usage.free / size:.{digits}f} of {usage.total / size:.{digits}f} {unit} free)"

@@ -8,6 +8,7 @@ directory on the node's own disk that the node makes, with a `pgid/` inside:
                                 forks it (trainer.job.forks)
     request_000007.json         what to do (TrainRequest); the next one has a higher number
     progress_000007             `DONE TOTAL` of local rank 0, a line whenever one has grown
+    full_000007.<local rank>    it waits for space on a full disk (trainer.job.space_waits)
     copied_000007.<local rank>  the new policy is on the node, the checkpoint is still being written: the
                                 copy's files with their checksums (JSON), or null if there is no copy
     done_000007.<local rank>    this rank has done it
@@ -57,7 +58,7 @@ READ_AT_IMPORT = {
 }
 """Environment variables that libraries read as they are imported."""
 FAILED, FINAL = "failed_", "final_"
-OF_A_REQUEST = {"request_", "progress_", "copied_", "done_"}
+OF_A_REQUEST = {"request_", "progress_", "full_", "copied_", "done_"}
 """How the names begin that nobody needs once the next phase is asked for."""
 
 

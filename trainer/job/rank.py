@@ -23,7 +23,7 @@ from trainer.checkpoint import checkpoint
 from trainer.checkpoint.probe import probe_tokens
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import TrainedBatch, TrainRequest
-from trainer.job import launch
+from trainer.job import launch, space_waits
 from trainer.job.doorbell import Doorbell
 from trainer.job.profile import StepProfiler
 from trainer.model.learner import Learner, learning_rate
@@ -82,7 +82,8 @@ def serve(spool: Path, collective_timeout_s: float) -> NoReturn:
             say = partial(launch.report_progress, spool, number)
             progress = Progress(say) if local_rank == 0 else Progress()
             # Half of the time that its peers wait for it: then this rank says what was missing.
-            with waiting_for_space(collective_timeout_s / 2):
+            space_s = collective_timeout_s / 2
+            with waiting_for_space(space_s, partial(space_waits.report, spool, number, local_rank, space_s)):
                 copied = partial(launch.report_copied, spool, number, local_rank)
                 rank.run(TrainRequest.from_json(data), progress, copied, takes_profile=local_rank == 0)
             launch.report_done(spool, number, local_rank)

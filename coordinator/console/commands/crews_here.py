@@ -23,8 +23,7 @@ from coordinator.journal import logs
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_devices, count_gpus
-from coordinator.machine.run_command import node_command, run_command
-from coordinator.node.messages import STARTED_BY
+from coordinator.machine.run_command import STARTED_BY, node_command, run_command
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement

@@ -24,8 +24,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.directory.metrics_file import SCORES
 from coordinator.journal.control_characters import plain
 from coordinator.machine.children import Children
-from coordinator.machine.run_command import run_command
-from coordinator.node.messages import STARTED_BY
+from coordinator.machine.run_command import STARTED_BY, run_command
 from coordinator.protocol.exits import Exit
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError

@@ -20,8 +20,7 @@ from coordinator.journal.progress_reminder import progress_reminders
 from coordinator.machine.child import Child
 from coordinator.machine.children import Children
 from coordinator.machine.gpus import count_devices
-from coordinator.machine.run_command import run_command
-from coordinator.node.messages import STARTED_BY
+from coordinator.machine.run_command import STARTED_BY, run_command
 from coordinator.protocol import placement_records
 from coordinator.protocol.exits import Exit
 from coordinator.protocol.placement_records import Placement

@@ -26,8 +26,7 @@ from coordinator.directory.chain import Chain, read_chain
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal.control_characters import plain
 from coordinator.machine.children import Children
-from coordinator.machine.run_command import run_command
-from coordinator.node.messages import STARTED_BY
+from coordinator.machine.run_command import STARTED_BY, run_command
 from coordinator.protocol.phase import ROLLOUT_OF, Phase
 from coordinator.protocol.records import EpochRecord
 from coordinator.settings.loading import flatten

@@ -180,10 +180,10 @@ def _verdict(findings: Findings, measured: RunFigures, options: Sequence[Option]
             else "go back to one crew"
         )
     if len(measured.devices) == 1:
-        return "stay collocated: with one device nothing is gained by two crews"
+        return "stay with one crew: with one device nothing is gained by two crews"
     if not splits:
-        return "stay collocated: no split of the devices is possible"
-    return f"stay collocated: the best split would take {_seconds(splits[0].seconds)} s"
+        return "stay with one crew: no split of the devices is possible"
+    return f"stay with one crew: the best split would take {_seconds(splits[0].seconds)} s"
 
 
 def _count(measured: RunFigures) -> str:

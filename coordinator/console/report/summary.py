@@ -18,6 +18,8 @@ from trainer.settings import ROUNDING_KL
 
 Lines = Sequence[Mapping[str, Any]]
 
+SOLVED = 0.97
+"""A mean reward above this, where most tasks score the same in all samples, is that of solved tasks."""
 RECENT = 10
 """How many iterations advice is based on."""
 MUCH_TRUNCATED, MOST_FLAT = 0.1, 0.9
@@ -143,7 +145,13 @@ def _of_learning(lines: Lines, sound_kl: float) -> list[Advice]:
         advices.append(
             Advice(f"{_recent(lines, 'truncated'):.0%} {text} more tokens:", "rollout.max_tokens=...")
         )
-    if (flat := _recent(lines, "flat_groups")) > MOST_FLAT:
+    flat = _recent(lines, "flat_groups")
+    if flat > MOST_FLAT and _recent(lines, "reward") > SOLVED:
+        text = (
+            f"The tasks are solved (reward {_recent(lines, 'reward'):.3f}): stop here, or take harder ones:"
+        )
+        advices.append(Advice(text, "--tasks ..."))
+    elif flat > MOST_FLAT:
         text = "of the tasks of late score the same in all their samples and teach nothing: they are too "
         text += "easy or too hard (run samples --flat). Replace such tasks as they come:"
         advices.append(Advice(f"{flat:.0%} {text}", "rollout.dynamic_sampling=true"))

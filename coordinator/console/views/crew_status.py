@@ -15,6 +15,7 @@ from coordinator.protocol.snapshot import Board
 from coordinator.protocol.verdict import has_left
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.tree import RunSettings
+from rollout.storage.retry import WAITING
 
 ESTIMATED = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label, Phase.TRAINING.label}
 """Phases whose nodes say when they will be ready."""
@@ -111,6 +112,7 @@ class CrewSnapshot:
             "waiting_for": list(map(self.run_dir.machine, awaited)) if state in GOING else [],
             "waits_for": waits_for,
             "work": self._work(nodes),
+            "work_s": self._work_s(nodes),
             "waiting_s": float(since_s) if state in GOING else 0.0,
             "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
             "num_nodes": len(ranks),
@@ -119,8 +121,18 @@ class CrewSnapshot:
 
     def _work(self, nodes: Sequence[Mapping[str, Any]]) -> str:
         """Return the nodes' work that is not what their phase is for: `starting the engine`."""
-        alive = [rank for rank, node in enumerate(nodes) if node["state"] == "alive"]
-        return ", ".join(sorted({self.contents.get(rank, {}).get("work", "") for rank in alive} - {""}))
+        works = {content.get("work", "") for content in self._of_alive(nodes)} - {""}
+        # Nodes may have looked at one disk at two moments: one of them says it.
+        full = sorted(work for work in works if work.startswith(WAITING))[-1:]
+        return ", ".join(full or sorted(works))
+
+    def _work_s(self, nodes: Sequence[Mapping[str, Any]]) -> float:
+        """Return for how long nodes have waited for space on a full disk; 0 if none does."""
+        return float(max((content.get("work_s", 0.0) for content in self._of_alive(nodes)), default=0.0))
+
+    def _of_alive(self, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        alive = (rank for rank, node in enumerate(nodes) if node["state"] == "alive")
+        return [self.contents.get(rank, {}) for rank in alive]
 
     def _add_complaints(self, nodes: list[dict[str, Any]]) -> None:
         """Add to the nodes that do not take part why they do not come, as far as they have said it."""

@@ -43,6 +43,7 @@ class _ShownHeartbeat(BaseModel):
     waiting_for: list[Count] = []
     waits_for: str = ""
     work: str = ""
+    work_s: Number = 0.0
     row_s: Number = 0.0
     waiting_s: Number = 0.0
     tokens_per_s: Number | None = None

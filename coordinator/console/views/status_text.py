@@ -70,7 +70,7 @@ def _place(crew: Status) -> str:
     if crew["state"] == "finished":
         return f"finished, iteration {crew['iteration']}"
     holding = "holding" if crew["state"] == "holding" else ""
-    return ", ".join(filter(None, [holding, where(crew), waiting(crew)]))
+    return ", ".join(filter(None, [holding, where(crew), waiting(crew), space_wait(crew)]))
 
 
 def where(status: Status) -> str:
@@ -89,7 +89,7 @@ def where(status: Status) -> str:
         return text
     master = status["nodes"][MASTER]
     text += f" for {duration(master['row_s'])}" if master["row_s"] >= WAITED_S and not gathers else ""
-    text += f", {status['work']}" if status["work"] else ""
+    text += f", {status['work']}" if status["work"] and not space_wait(status) else ""
     left_s = status["left_s"]
     return text if left_s is None or left_s < WAITED_S else f"{text}, about {duration(left_s)} left"
 
@@ -109,6 +109,13 @@ def waiting(crew: Status) -> str:
     comma = "" if ranks else ","
     since = f"{comma} for {duration(crew['waiting_s'])}" if crew["waiting_s"] >= WAITED_S else ""
     return f"waiting for {whom}{since}"
+
+
+def space_wait(crew: Status) -> str:
+    """Say that nodes of a crew wait for space on a full disk: `waiting for free space on /shared (0 of 12 MB
+    free: free some there; it gives up after 300 s) for 3 min`; an empty text if none does.
+    """
+    return f"{crew['work']} for {duration(crew['work_s'])}" if is_going(crew) and crew["work_s"] else ""
 
 
 def missing(status: Status) -> set[str]:
@@ -201,7 +208,7 @@ def render(status: Status, root: Path) -> str:
         if any(cells := [cell(node) for node in nodes]) and (title != "crew" or len(crews) > 1)
     ]
     epoch = f" (epoch {status['epoch']})"
-    places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0])]))]
+    places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0]), space_wait(crews[0])]))]
     if len(crews) > 1:
         epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]
     elif not going:

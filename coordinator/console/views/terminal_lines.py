@@ -72,7 +72,8 @@ def view(
         epoch = f", epoch {status['epoch']}"
         head.append(epoch if head.cell_len + len(epoch) <= width else "")
         places = [Text(words.waiting(crews[0]), "red" if state == "holding" else "dim")]
-    notes = [Text(one_line(note), "red")] if note else []
+    full = words.space_wait(crews[0]) if len(crews) == 1 else ""
+    notes = [Text(one_line(text), "red") for text in (note, full) if text]
     repairs = [Text(command) for command in words.repairs(status, root)][: max(1, height // 8)]
     curve = _rewards(lines, width, signs)
     around = [head, *notes, *places, *repairs]

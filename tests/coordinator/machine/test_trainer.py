@@ -18,8 +18,11 @@ from trainer.model.parallel import LayoutError
 from trainer.settings import TrainerSettings
 
 FAILS = """
-import os, sys
+import os, sys, time
 spool = os.environ["SPOOL"]
+open(f"{spool}/full_000001.0", "w").write("waiting for free space on /shared")
+while os.path.exists(f"{spool}/full_000001.0"):
+    time.sleep(0.01)
 open(f"{spool}/nccl_trace_rank_3", "w").write("ALLREDUCE started, not ended")
 with open(f"{spool}/failed_000001.0.tmp", "w") as file:
     file.write("Traceback\\nPeerLost: a peer is lost")
@@ -41,14 +44,16 @@ def test_trace_of_a_collective_that_hung_is_kept_in_the_nodes_logs(
         rank_weights=(1.0,), seed=0, settings=TrainerSettings(), max_tokens=8,
     )  # fmt: skip
     config = {"job": "j", "address": "127.0.0.1", "port": 1, "processes": {"1": 1}, "node_ranks": {"1": 0}}
+    full: list[str] = []
     with Children() as children:
         host = TrainerHost(children, run_dir, rank=1, say=lambda _what, **_more: None)
         host.ensure(config, processes=1, threads=1, settings=TrainerSettings())
         with pytest.raises(TrainerFailed, match="a peer is lost"):
-            host.train(request, 1, lambda: None, lambda _done, _total: None)
+            host.train(request, 1, lambda: None, lambda _done, _total: None, full.append)
         host.leave_epoch()
     kept = run_dir.logs(1) / "e0002.i000007.nccl_trace_rank_3"
     assert kept.read_text() == "ALLREDUCE started, not ended"
+    assert full == ["waiting for free space on /shared"], "a trainer's wait is heard"
 
 
 def test_users_own_interface_and_allocator_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

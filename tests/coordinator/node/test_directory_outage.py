@@ -31,7 +31,13 @@ def seen() -> list[str]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, seen: list[str]) -> Make:
+def waits() -> list[str]:
+    """What the node has said of a full disk."""
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, seen: list[str], waits: list[str]) -> Make:
     def made(
         *, is_master: bool = False, back: bool = True, was_seen: bool = True, away: str | None = None
     ) -> DirectoryOutage:
@@ -50,10 +56,13 @@ def make(tmp_path: Path, seen: list[str]) -> Make:
             root=tmp_path,
             run_dir=RunDir(tmp_path),
             is_master=is_master,
+            rank=2,
             settings=SimpleNamespace(cluster=cluster),
         )
-        position: Any = SimpleNamespace(move=seen.append)
-        messages: Any = SimpleNamespace(doctor_command=lambda: "run doctor", repair=lambda: "Start it again")
+        position: Any = SimpleNamespace(move=seen.append, wait_for_space=waits.append)
+        messages: Any = SimpleNamespace(
+            doctor_command=lambda: "run doctor", repair=lambda _rank=None: "Start it again"
+        )
         phase_endings: Any = SimpleNamespace(check_self=lambda: None)
         return DirectoryOutage(identity, position, watch, messages, phase_endings)
 
@@ -147,7 +156,7 @@ def test_error_that_stays_is_raised(make: Make, number: int, is_tried_again: boo
 
 
 def test_space_that_is_waited_for_too_long_ends_the_node_also_if_it_was_fenced_meanwhile(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, waits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr(directory_outage.time, "monotonic", lambda: clock[0])
@@ -163,6 +172,7 @@ def test_space_that_is_waited_for_too_long_ends_the_node_also_if_it_was_fenced_m
     with pytest.raises(NodeEnded, match=said) as end:
         node.full(error)
     assert end.value.code == Exit.LOST and end.value.tell is None
+    assert "waiting for free space on /" in waits[-1] and "gives up after 0 s" in waits[-1]
 
 
 def test_work_that_finds_no_space_ends_the_node_with_the_same_code(make: Make) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -44,7 +44,7 @@ def messages(
     settings = build({"cluster.num_nodes": nodes, "cluster.on_node_failure": policy, **more})
     identity = SimpleNamespace(
         rank=rank, host="node-a", root=run_dir.root, run_dir=run_dir, name=run_dir.name(rank),
-        is_master=True, is_guest=False, settings=settings, of_run=settings,
+        is_master=rank == 0, is_guest=False, settings=settings, of_run=settings,
     )  # fmt: skip
     watch = SimpleNamespace(
         heartbeat=lambda rank: SAID if rank == 2 else {},
@@ -62,6 +62,26 @@ def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
     assert messages().of_rank(1) == "rank 1 (node)", "the record knows its host"
     assert messages().of_rank(9) == "rank 9 (never seen)"
     assert messages().missing() == f"{messages().of_rank(1)}; {messages().of_rank(2)}"
+
+
+@pytest.mark.parametrize(
+    ("masters", "named"),
+    [
+        ([2], "rank 2 (silent for 28 s)"),
+        ([1, 2], "rank 0 (vm; last seen in"),
+        ([], "rank 0 (vm; last seen in"),
+    ],
+)
+def test_worker_names_those_for_whom_its_master_waits(masters: list[int], named: str) -> None:
+    worker = messages(rank=1)
+    heartbeat = {**SAID, "host": "vm", "waiting_for": masters, "silent_s": {"2": 28.0}}
+    watch: Any = worker._watch
+    watch.heartbeat, watch.fence = (lambda _rank: heartbeat), SimpleNamespace(tripped=False)
+    worker._position.wait_for([0])
+    assert worker.missing().startswith(named)
+    assert worker.elsewhere() == (f" (rank 0 waits for {named})" if masters == [2] else "")
+    heartbeat.update(waiting_for=[], work="waiting for free space on /shared (0 of 12 MB free)")
+    assert worker.elsewhere() == " (rank 0: waiting for free space on /shared (0 of 12 MB free))"
 
 
 def test_node_of_a_crew_is_named_by_its_crew_and_its_machine() -> None:

@@ -188,3 +188,18 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert position.doing()[1] == "5 MB read, 0 s so far"
     position.move("running")
     assert position.doing()[1] == "entering the epoch, 0 s so far"
+
+
+def test_full_disk_is_the_work_while_it_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(position_module, "time", clock)
+    position = Position()
+    position.move("running", 2, "training")
+    position.reach(8, 9)
+    for _ in range(10):
+        clock.now_s += 2.0
+        position.wait_for_space("waiting for free space on /shared (0 of 12 MB free)")
+    assert position.describe()["work_s"] == 18.0
+    assert position.doing()[1] == "waiting for free space on /shared (0 of 12 MB free), 18 s so far"
+    clock.now_s += 20.0
+    assert position.describe()["work"] == "" and "8 of 9 parts" in position.doing()[1]

@@ -21,6 +21,8 @@ from coordinator.directory.layout import GUESTS, RunDir
 from coordinator.protocol import heartbeat, watch
 from coordinator.protocol.exits import NodeEnded
 from coordinator.protocol.file_events import Waker
+from coordinator.protocol.judge import Judge
+from coordinator.protocol.phase import Phase
 from coordinator.protocol.records import claim
 from coordinator.protocol.snapshot import Board, parse, ranks_text
 from coordinator.protocol.verdict import Event, Verdict
@@ -30,7 +32,7 @@ from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
-from tests.coordinator.examples import record, write_json
+from tests.coordinator.examples import record, run_dir_at, write_json
 from tests.paths import REPOSITORY
 
 STARTER = """
@@ -712,3 +714,19 @@ def test_epoch_with_other_limits_is_watched_under_these(make: Make, run_dir: Run
         watching.silence.silent_s[0] = 40.0
         watching.look()
         assert (watching.verdict and watching.verdict.event) == verdict
+
+
+def test_node_that_was_taken_for_lost_hears_that_it_comes_back_and_no_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who types the command of the others starts a second process of a healthy node."""
+    run_dir = run_dir_at(tmp_path)
+    flag = Flag(2, 7, Phase.TRAIN_ROLLOUT, 0, "lost")
+    text = "rank 2 (vm) is lost: no heartbeat for 30 s. To bring it back, on that machine: run --worker 2"
+    run_dir.entry(flag).write_text(json.dumps({"text": text, "rank": 2, "comes_anew": None}))
+    for rank in (1, 2):
+        board = parse([run_dir.entry(flag).name])
+        Judge(run_dir, rank, RunSettings()).repeat_losses(board, record(), lambda _why: None)
+    others, own = caplog.messages
+    assert others == f"holding: {text}"
+    assert "it comes back by itself" in own and "no heartbeat for 30 s" in own and "run --worker" not in own

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,7 +137,15 @@ def test_full_disk_is_waited_for_where_it_is_asked_for(
         put(path)
     assert tree(tmp_path) == {"document"}
     said = [line for line in caplog.messages if "No space left on device" in line]
-    assert len(said) == 1 and said[0].endswith("waiting for free space") and "GB free" in said[0]
+    assert len(said) == 1 and said[0].endswith("waiting for free space, 60 s at most") and "B free" in said[0]
+
+
+def test_small_disk_is_measured_in_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry.shutil, "disk_usage", lambda _path: SimpleNamespace(free=0, total=12 * 10**6))
+    monkeypatch.setattr(retry.os.path, "ismount", lambda path: path == str(tmp_path))
+    text = retry.space_wait(tmp_path / "checkpoints" / "staging" / "state", 300.0)
+    free = "0 of 12 MB free: free some there; it gives up after 300 s"
+    assert text == f"waiting for free space on {tmp_path} ({free})"
 
 
 def test_wait_for_space_ends_with_its_limit_and_with_its_check(

@@ -178,6 +178,8 @@ def test_commands_of_the_page_can_be_pasted_whatever_the_path_is(tmp_path: Path)
     [
         ([{"truncated": 0.5}], "50% of the samples of late are cut"),
         ([{"flat_groups": 0.98}], "98% of the tasks of late score the same"),
+        ([{"flat_groups": 0.96, "reward": 0.994}], "tasks are solved (reward 0.994)"),
+        ([{"flat_groups": 0.96, "reward": 0.01}], "96% of the tasks of late score the same"),
         ([{"kl_engine": 0.107}], "differ by 0.11"),
         ([{"entropy": 0.8}] * 5 + [{"entropy": 0.001}] * 10, "entropy has fallen to nothing"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from coordinator.console.commands.status import show_status
 from coordinator.console.views.run import Run
 from coordinator.console.views.status_text import duration, render, repairs, where
+from coordinator.console.views.terminal_lines import view
 from coordinator.directory.layout import RunDir
 from coordinator.journal.control_characters import one_line, plain
 from coordinator.protocol.records import claim
@@ -63,6 +64,18 @@ def test_nodes_that_start_an_engine_say_so(run_dir: RunDir) -> None:
     beat(run_dir, 2, counter=6, work="starting the engine")
     text = render(Run(run_dir.root).status(), run_dir.root)
     assert "iteration 5 of 8, train_rollout for 12 s, starting the engine\n" in text
+
+
+def test_full_disk_is_said_with_what_is_free_and_for_how_long(run_dir: RunDir) -> None:
+    running(run_dir, phase="training", row_s=240.0)
+    full = "waiting for free space on /shared (0 of 12 MB free: free some there; it gives up after 300 s)"
+    beat(run_dir, 1, counter=6, phase="training", work=full, work_s=180.0)
+    beat(run_dir, 2, counter=6, phase="training", work=full, work_s=170.0)
+    status = Run(run_dir.root).status()
+    place = f"iteration 5 of 8, training for 4 min, {full} for 3 min\n"
+    assert place in render(status, run_dir.root)
+    lines = view(status, [], run_dir.root, width=80, height=24)
+    assert f"{full} for 3 min" in [line.plain for line in lines], "it is not cut off"
 
 
 def test_held_run_says_the_command_that_brings_the_missing_node_back(run_dir: RunDir) -> None:

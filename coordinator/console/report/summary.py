@@ -146,7 +146,7 @@ def _of_learning(lines: Lines, sound_kl: float) -> list[Advice]:
             Advice(f"{_recent(lines, 'truncated'):.0%} {text} more tokens:", "rollout.max_tokens=...")
         )
     flat = _recent(lines, "flat_groups")
-    if flat > MOST_FLAT and _recent(lines, "reward") > SOLVED:
+    if flat > MOST_FLAT and SOLVED < _recent(lines, "reward") <= 1.0:
         text = (
             f"The tasks are solved (reward {_recent(lines, 'reward'):.3f}): stop here, or take harder ones:"
         )

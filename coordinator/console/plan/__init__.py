@@ -133,7 +133,7 @@ def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], w
         elsewhere = (
             "" if len(findings.machine_rates) < 2 and not findings.in_crews else ", on the others as before"
         )
-        lines += [f"stop the run, then type on the master's machine{elsewhere}:", f"  {words}"]
+        lines += [f"once the run has stopped, type on the master's machine{elsewhere}:", f"  {words}"]
     return lines
 
 

@@ -15,7 +15,7 @@ from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
-from rollout.storage.retry import WAITING, DirectoryCall
+from rollout.storage.retry import WAITING, DirectoryCall, hangs
 
 QUIET_S = 5.0
 """A shorter silence is not said: heartbeats are seconds apart."""
@@ -134,7 +134,7 @@ class Messages:
         and who waits for space on a full disk.
         """
         me, watch, texts = self._identity, self._watch, list[str]()
-        if me.is_guest or watch.current is None or watch.fence.tripped:
+        if me.is_guest or watch.current is None or watch.fence.tripped or hangs(QUIET_S):
             return ""
         with contextlib.suppress(OSError):
             if self._position.waiting_for == [MASTER] and (awaited := self._masters_missing()):

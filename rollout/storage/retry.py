@@ -89,6 +89,13 @@ class DirectoryCall:
 under_way: dict[int, DirectoryCall] = {}
 """The call that each thread waits for."""
 
+
+def hangs(longer_than_s: float) -> bool:
+    """Return whether a call on the directory has not returned for so long: others would hang too."""
+    first_s = min((call.began_s for call in list(under_way.values())), default=math.inf)
+    return time.monotonic() - first_s > longer_than_s
+
+
 _SPACE: ContextVar[_SpaceWait | None] = ContextVar("space", default=None)
 
 

@@ -1,5 +1,6 @@
 """Sentences for a person: who, where, since when, and the command that repairs it."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from coordinator.settings.placement import Crew
+from rollout.storage.retry import DirectoryCall, under_way
 from tests.coordinator.examples import record
 
 SAID = {
@@ -72,7 +74,9 @@ def test_rank_is_named_with_its_host_and_where_it_was_last_seen() -> None:
         ([], "rank 0 (vm; last seen in"),
     ],
 )
-def test_worker_names_those_for_whom_its_master_waits(masters: list[int], named: str) -> None:
+def test_worker_names_those_for_whom_its_master_waits(
+    masters: list[int], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = messages(rank=1)
     heartbeat = {**SAID, "host": "vm", "waiting_for": masters, "silent_s": {"2": 28.0}}
     watch: Any = worker._watch
@@ -82,6 +86,8 @@ def test_worker_names_those_for_whom_its_master_waits(masters: list[int], named:
     assert worker.elsewhere() == (f" (rank 0 waits for {named})" if masters == [2] else "")
     heartbeat.update(waiting_for=[], work="waiting for free space on /shared (0 of 12 MB free)")
     assert worker.elsewhere() == " (rank 0: waiting for free space on /shared (0 of 12 MB free))"
+    monkeypatch.setitem(under_way, -1, DirectoryCall("list", Path("/shared"), time.monotonic() - 10.0))
+    assert worker.elsewhere() == ""  # nothing is asked of a directory that hangs
 
 
 def test_node_of_a_crew_is_named_by_its_crew_and_its_machine() -> None:

@@ -215,10 +215,9 @@ def finish(node: Node) -> None:
 
 
 def _is_newest_evaluated(node: Node) -> bool:
-    """Return whether an iteration has evaluated the policy of the newest checkpoint."""
-    newest = published.latest_before(node.run_dir, sys.maxsize)
-    lines = published.metrics_lines(node.run_dir)
-    return any(measured(line) == newest and line.get("eval_reward") is not None for line in lines)
+    """Return whether the last iteration has evaluated the policy of the newest checkpoint."""
+    newest, line = published.latest_before(node.run_dir, sys.maxsize), node.finished.look().newest
+    return line is not None and measured(line) == newest and line.get("eval_reward") is not None
 
 
 def _farewell(node: Node) -> str:

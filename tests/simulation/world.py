@@ -80,10 +80,12 @@ class NodeProcess(Process):
         self.node = GuestNode(start) if start.rank >= GUESTS else Node(start)
         return self.node
 
-    def follow(self, where: Callable[[], str], doing: Callable[[], object]) -> None:
+    def follow(
+        self, where: Callable[[], str], doing: Callable[[], object], elsewhere: Callable[[], str]
+    ) -> None:
         """In place of the prefix of its log lines."""
 
-    doing = None
+    doing = remind = None
 
     def keep(self, directory: Path, events: Any) -> None:
         """In place of its log file."""

@@ -14,6 +14,7 @@ from coordinator.console.views.status_text import render
 from coordinator.directory import published
 from coordinator.directory.layout import RunDir
 from coordinator.settings.tree import SettingsError
+from rollout import stuck_user_code
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
 from tests.cluster.cluster import FAST, Cluster, finish
@@ -125,7 +126,9 @@ def test_rescoring_that_cannot_be_is_one_line_and_leaves_nothing(
     assert tree(tmp_path) == before
 
 
-def test_sample_whose_reward_fails_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+def test_sample_whose_reward_fails_is_left_out(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finish(cluster, *FAST, "--iterations", "1", "--eval-interval", "0")
     rescore(cluster.root, 1, None, "tests.cluster.plugins:picky", tmp_path / "new")
     manifest = published.read_manifest(RunDir(tmp_path / "new"), "train", 1) or {}
@@ -137,8 +140,15 @@ def test_sample_whose_reward_fails_is_left_out(cluster: Cluster, tmp_path: Path)
     with pytest.raises(SettingsError, match=r"length=0.1 cannot score this task: .*`target_length`"):
         rescore(cluster.root, 1, None, f"{DIGITS} + length=0.1", tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
-    for reward, reason in {"never": "took longer than", "leaving": "SystemExit: 3"}.items():
+    monkeypatch.setattr(stuck_user_code, "AGAIN_S", 0.1)
+    monkeypatch.setenv("BLOCKS", "1")
+    failing = {
+        "never": "took longer than",
+        "leaving": "SystemExit: 3",
+        "blocking": ".*has blocked the event loop",
+    }
+    for reward, reason in failing.items():
         scorer = Rescorer(cluster.root, 1, None, f"tests.cluster.plugins:{reward}")
-        scorer._settings = scorer._settings.model_copy(update={"group_timeout_s": 0.2})
+        scorer._settings = scorer._settings.model_copy(update={"group_timeout_s": 0.05})
         with pytest.raises(SettingsError, match=f"has got a reward: {reason}"):
             scorer.score_all()

@@ -7,7 +7,7 @@ trains on them from the policy at which it begins; in the iterations behind them
 import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,14 @@ from rollout.part_file import DamagedPart, PartHeader, decode_part, encode_part
 from rollout.rewards.resolve import resolve_reward, weights_by_title
 from rollout.rewards.reward import RewardError, score
 from rollout.storage import files
+from rollout.stuck_user_code import interrupting
 from rollout.tasks.task_set import Task
 from rollout.trajectory import Group, Sample
 
 CONCURRENCY = 256
 """How many samples are scored at once where rollout.concurrency does not say."""
+PULSE_S = 0.1
+"""How often the event loop says that no reward blocks it."""
 
 
 def rescore(root: Path, first: int, last: int | None, reward: str, target: Path | None) -> None:
@@ -197,10 +200,13 @@ class Rescorer:
         """
         places = asyncio.Semaphore(self._settings.concurrency or CONCURRENCY)
         scoring = partial(self._score_group, places=places, before=before, end=end)
-        try:
-            await asyncio.gather(*map(scoring, groups, tasks))
-        finally:
-            await self._reward.close()
+        with interrupting(self._settings.group_timeout_s, "rollout.group_timeout_s") as say_free:
+            pulse = asyncio.create_task(_pulse(say_free))
+            try:
+                await asyncio.gather(*map(scoring, groups, tasks))
+            finally:
+                pulse.cancel()
+                await self._reward.close()
 
     async def _score_group(
         self,
@@ -241,6 +247,13 @@ class Rescorer:
         group.failed = [*group.failed, *filter(None, failures)]
         group.samples = [sample for sample in group.samples if sample.reward is not None]
         group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
+
+
+async def _pulse(say_free: Callable[[], None]) -> None:
+    """Say that the event loop is free, for ever: a reward that keeps this from being said is ended."""
+    while True:
+        say_free()
+        await asyncio.sleep(PULSE_S)
 
 
 def _refuse(settings: RunSettings, numbers: Sequence[int]) -> None:

@@ -25,6 +25,8 @@ SHORT = 4
 SHOWN = 4
 """So many settings of a section are named, and so many unknown ones are answered on one line."""
 NONE: Mapping[str, Any] = MappingProxyType({})
+LOW_AND_HIGH = ("eps_clip_low_high", "vllm_is_truncated_threshold")
+"""Settings of others that are two numbers."""
 _NOT_HERE = ("critic", "reward_model")
 """Sections of others that have no equal, whatever is in them."""
 _OF_CODE = ("rollout.reward", "rollout.environment")
@@ -85,6 +87,10 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
     value: Any = values.get(typed)
     leaf, note = _plain(typed).rpartition(".")[2], counted(typed, values)
     pair = _as_list(value)
+    if leaf in LOW_AND_HIGH and len(pair) != 2:  # of two words behind an option only the first is known
+        return [], note
+    if setting == "trainer.engine_correction_cap" and len(pair) == 2:
+        return [f"{setting}={as_typed(pair[1])}"], note
     if setting == "trainer.clip_low" and len(pair) == 2:
         return [f"{setting}={as_typed(pair[0])}", f"trainer.clip_high={as_typed(pair[1])}"], ""
     if setting == "trainer.clip_low" and note and type(value) is float:
@@ -218,7 +224,7 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         share = f"trainer.overlong=penalise trainer.overlong_buffer={value / longest:.3g}"
         return f"did you mean {share}? ({value} of {longest} tokens)"
     if instead.startswith("set") and coefficient in instead and value in (False, 0):
-        return "leave it out: trainer.kl is off by default"
+        return "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
     if instead.startswith("set") and isinstance(value, int | float) and not isinstance(value, bool):
         return instead.replace(coefficient, f"{coefficient}={value:g}")
     return instead or None

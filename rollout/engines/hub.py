@@ -55,6 +55,8 @@ def fetch_shapes(directory: Path, model: str) -> Path:
         return snapshot
     except (LocalEntryNotFoundError, HFValidationError, WeightsError):
         pass
+    if unreachable := why_unreachable():
+        raise NotFetched(unreachable)
     try:
         shutil.copy(huggingface_hub.hf_hub_download(model, "config.json"), directory)
         weights: Any = huggingface_hub.get_safetensors_metadata(model)

@@ -122,7 +122,11 @@ def test_one_loss_is_counted_in_the_singular(caplog: pytest.LogCaptureFixture) -
     assert amount(1, "groups", "were") == "1 group was" and amount(2, "groups", "are") == "2 groups are"
 
 
-def test_groups_of_fewer_samples_than_asked_for_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_of_fewer_samples_than_asked_for_are_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.tally._warned", set[str]())  # other tests may have heard it
+
     async def one(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
         return (await single_turn(task, policy, sampling))[:1]
 

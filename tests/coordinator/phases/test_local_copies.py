@@ -51,7 +51,7 @@ def node_at(run_dir: RunDir, local: Path, *given: str, holds: bool = False) -> A
     node.reading, node.check = lambda: unheard, lambda: None
     node.phase_endings = SimpleNamespace(check_training=None)
     node.watch = SimpleNamespace(board=SimpleNamespace(profiles=()))
-    node.position = SimpleNamespace(reach=None)
+    node.position = SimpleNamespace(reach=None, wait_for_space=None)
     node.engine = SimpleNamespace(
         ensure=lambda policy, _settings, _check, adapters: node.served.append((policy, adapters))
     )

@@ -122,7 +122,8 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         "set both trainer.kl=k3 and trainer.kl_coefficient=0.001"
     )
     for name, value in (("use_kl_in_reward", False), ("beta", 0.0)):
-        assert near_setting(name, KNOWN, {name: value}) == "leave it out: trainer.kl is off by default"
+        off = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
+        assert near_setting(name, KNOWN, {name: value}) == off
     for name, value, ours in (
         ("top_k", -1, "rollout.top_k=0"),
         ("strategy", "FSDP2", "trainer.layout=sharded"),
@@ -266,6 +267,17 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("trainer.logger", ["console", "wandb"], "did you mean metrics.sinks=wandb?"),
         ("epsilon", 0.2, "did you mean trainer.clip_low=0.2 trainer.clip_high=0.2?"),
         ("eps_clip_low_high", [0.2, 0.3], "did you mean trainer.clip_low=0.2 trainer.clip_high=0.3?"),
+        (
+            "eps_clip_low_high",
+            0.2,
+            "did you mean trainer.clip_low? (the second of theirs is trainer.clip_high)",
+        ),
+        (
+            "vllm_is_truncated_threshold",
+            [0.5, 5.0],
+            "did you mean trainer.engine_correction_cap=5? (the highest",
+        ),
+        ("vllm_is_truncated_threshold", 0.5, "did you mean trainer.engine_correction_cap? (the highest"),
         ("clip_ratio_c", 3.0, "did you mean trainer.clip=dual trainer.dual_clip=3?"),
         ("enable_thinking", False, "did you mean rollout.chat_template.enable_thinking=false?"),
         ("dataset_name", "openai/gsm8k", "did you mean tasks=hf:openai/gsm8k?"),

@@ -126,12 +126,14 @@ def test_shapes_of_a_model_are_known_without_its_weights(
     weights = SafetensorsRepoMetadata(None, True, dict.fromkeys("ab", "part.safetensors"), files)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("rollout.engines.hub.why_unreachable", lambda: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _model, name: str(tmp_path / name))
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _model: weights)
     (tmp_path / "shapes").mkdir()
     directory = fetch_shapes(tmp_path / "shapes", "maker/model")
     assert tensor_names(directory) == {"a": ("F32", (1 << 30, 2)), "b": ("BF16", ())}
     assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) < 1 << 20, "of 8 GiB"
+    monkeypatch.setattr("rollout.engines.hub.why_unreachable", lambda: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", snapshot_download)
     with pytest.raises(NotFetched):
         fetch_shapes(tmp_path / "shapes", "maker/model")

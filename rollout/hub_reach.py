@@ -13,7 +13,7 @@ def why_unreachable() -> str | None:
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
-    if getproxies():
+    if getproxies().keys() & {"http", "https", "all"}:  # it may have `no` alone
         return None
     try:
         socket.getaddrinfo(host, None)

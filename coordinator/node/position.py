@@ -198,7 +198,7 @@ class Position:
         elif not work and not waits and unit == "tasks" and not description["total"]:
             doing = f"{doing}, no samples finished yet"
         elif work == ENGINE and seconds >= SLOW_START_S:
-            doing = f"{doing} (vLLM on a CPU takes a minute or more; run logs RANK shows what it says)"
+            doing = f"{doing} (some take minutes; run logs shows what it says)"
         elif not unit and not work and not waits and description["done"]:
             doing = f"{description['done']} MB read"
         is_known = (

@@ -104,7 +104,7 @@ def _engine(settings: RunSettings, inputs: Inputs, machine: int) -> str:
     place, number_type = engine.dtype
     computes = f", {number_type}" if place == "engine.args.dtype" else ""
     if computes == ", bfloat16" and not engine.gpus:
-        computes += " (kl_engine is about 0.003; the correction weighs it)"
+        computes += " (so its logprobs differ a little from training's; the correction weighs that)"
     return f"{engine.name}{replica}{computes}"
 
 

@@ -15,8 +15,9 @@ from rollout.engines.embedded.local_tokenizer import LocalTokenizer, NoTokenizer
 from rollout.engines.kinds.choice import any_kind
 from rollout.engines.kinds.kind import EngineKind
 from rollout.environments.environment import BUILT_IN
+from rollout.environments.prompts import rendered_prompt
 from rollout.environments.self_teacher import SelfTeacher
-from rollout.environments.try_tasks import longer_prompts, rendered_prompt, try_tasks, why_no_tools
+from rollout.environments.try_tasks import longer_prompts, try_tasks, why_no_tools
 from rollout.origin import Sampling
 from rollout.settings import WRITTEN
 from rollout.tasks.sampling import check_sampling

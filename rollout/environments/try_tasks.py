@@ -20,13 +20,11 @@ from rollout.engines.client import EngineClient
 from rollout.engines.model_facts import most_tokens, placeholder, template_text, vocabulary_size
 from rollout.engines.special_tokens import read_special_tokens
 from rollout.environments.chat import EXAMPLE_TOOL
-from rollout.environments.demonstration import check_vocabulary, demonstration
-from rollout.environments.labelled import labelled
 from rollout.environments.policy import Policy
-from rollout.environments.preference import preference
+from rollout.environments.prompts import prompt_of
 from rollout.environments.template_warnings import template_warnings
-from rollout.environments.turns import opening
 from rollout.origin import Sampling
+from rollout.settings import WRITTEN
 from rollout.tasks.messages import ANSWER
 from rollout.tasks.task_set import Task, TaskError, TaskSet
 
@@ -46,14 +44,6 @@ _FOR_THE_MODEL = {
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _MARKS_OF_TURN = 64
 """More tokens than a chat template writes around a message."""
-_UNLIMITED = 2**31
-_CHARACTERS, _FAR_MORE = 8, 1.25
-"""Characters for each token that there is room for, which have more tokens in nearly all texts."""
-_WRITTEN: dict[str, Any] = {
-    "demonstration": demonstration,
-    "preference": preference,
-    "labelled": labelled,
-}
 _ANSWERS = ("answer", "chosen", "rejected", "completion")
 
 
@@ -125,7 +115,7 @@ def try_tasks(
             policy = Policy(tokenizer, sampling, 0)
             try:
                 room = min(longest.values(), default=None)
-                prompt, tokens = await _prompt(task, environment, policy, limits, room)
+                prompt, tokens = await prompt_of(task, environment, policy, limits, room)
                 _check_length(task, tokens, longest)
             except (TaskError, RequestRefused) as error:
                 text = str(error).removeprefix(f"task {task['id']!r}: ").removeprefix(f"task {task['id']!r} ")
@@ -135,7 +125,7 @@ def try_tasks(
         is_chat = environment == "python" or any("messages" in task for task in tasks.tasks)
         if is_chat:
             policy = Policy(tokenizer, sampling, 0)
-            warnings.extend(await template_warnings(tasks, shown, policy, known, environment in _WRITTEN))
+            warnings.extend(await template_warnings(tasks, shown, policy, known, environment in WRITTEN))
 
     asyncio.run(render())
     return list({text.partition(": ")[2]: text for text in reversed(warnings)}.values())[::-1]
@@ -211,19 +201,6 @@ def _most_tokens(task: Task, messages: Sequence[Any], fields: Sequence[str]) -> 
     return most + _MARKS_OF_TURN * (1 + len(messages)) + len(str(task.get("tools", "")))
 
 
-def rendered_prompt(
-    tasks: TaskSet, environment: str, model_dir: Path, sampling: Sampling, tokenizer: EngineClient
-) -> tuple[int, str]:
-    """Return how many tokens the first task's prompt has, and its text with all special tokens."""
-    limits = {"end_ids": read_special_tokens(model_dir).end_ids, "context": None, "vocabulary": None}
-
-    async def render() -> tuple[int, str]:
-        prompt, _ = await _prompt(tasks.tasks[0], environment, Policy(tokenizer, sampling, 0), limits)
-        return len(prompt), await tokenizer.detokenize(prompt)
-
-    return asyncio.run(render())
-
-
 def longer_prompts(
     tasks: TaskSet,
     environment: str,
@@ -248,7 +225,7 @@ def longer_prompts(
                 continue
             try:
                 policy = Policy(tokenizer, sampling, 0)
-                prompt, _ = await _prompt(task, environment, policy, limits, longest)
+                prompt, _ = await prompt_of(task, environment, policy, limits, longest)
             except (TaskError, RequestRefused) as error:
                 raise TaskError(f"{tasks.place(index)}: {error}") from None
             template.setdefault(has_tools, len(prompt))
@@ -267,46 +244,6 @@ def _check_length(task: Task, tokens: int, longest: Mapping[str, int]) -> None:
                 f"task {task['id']!r}: its samples have {tokens} tokens or more, and {reader} has room for "
                 f"{most}; leave the task out, as rollout.max_prompt_tokens does with long prompts of --tasks"
             )
-
-
-def _beginning(task: Task, characters: int) -> Task | None:
-    """Return the task with so many characters, at most, of its prompt or last message; None if that is not
-    much longer. Of messages before it a template may leave out a part, as it does with reasoning.
-    """
-    if len(prompt := str(task.get("prompt", ""))) > 2 * characters:
-        return {**task, "prompt": prompt[:characters]}
-    *messages, last = task.get("messages") or [{}]
-    content = last.get("content")
-    if last.get("role") != "user" or not isinstance(content, str) or len(content) <= 2 * characters:
-        return None
-    return {**task, "messages": [*messages, {**last, "content": content[:characters]}]}
-
-
-async def _prompt(
-    task: Task, environment: str, policy: Policy, limits: dict[str, Any], room: int | None = None
-) -> tuple[list[int], int]:
-    """Return the tokens of a task's prompt, and how many a sample of it has at least. Where more than `room`
-    are too many, and a beginning of its texts has far more, they are those of that: megabytes take minutes.
-    Raises TaskError or RequestRefused if it has none, or an answer that the model cannot take.
-    """
-    if room is not None and environment not in _WRITTEN and (short := _beginning(task, room * _CHARACTERS)):
-        prompt, tokens = await _prompt(short, environment, policy, limits)
-        if tokens > room * _FAR_MORE:  # the last words may be other tokens where a text is cut
-            return prompt, tokens
-    if environment in _WRITTEN:
-        sampling = Sampling(max_tokens=_UNLIMITED)
-        samples = await _WRITTEN[environment](task, policy, sampling, **limits)
-        most = max(len(sample.token_ids) for sample in samples)
-        return samples[0].token_ids[samples[0].loss_mask == 0].tolist(), most
-    beginning, policy = opening(task), policy if environment == "python" else policy.for_task(task)
-    if isinstance(beginning, str) and environment != "python":
-        prompt = await policy.tokenize_whole(beginning)
-    else:
-        prompt = await policy.tokenize(
-            [{"role": "user", "content": beginning}] if isinstance(beginning, str) else beginning
-        )
-    check_vocabulary(task, prompt, limits["vocabulary"])
-    return prompt, len(prompt) + 1
 
 
 def _odd(task: Task, prompt: Sequence[int], look: _TaskScan, limits: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from rollout.rewards.solutions import refuse_solution
-from rollout.tasks.messages import answer_of
 
 
 def regex(task: dict[str, Any], completion: str) -> float:
@@ -22,7 +21,7 @@ def regex(task: dict[str, Any], completion: str) -> float:
 
 def pattern_of(task: dict[str, Any]) -> str:
     """Return the pattern of a task; ValueError if it has none."""
-    pattern = task["pattern"] if "pattern" in task else answer_of(task)
+    pattern = task.get("pattern", task.get("answer"))
     if not isinstance(pattern, str):
         raise ValueError("it has neither a `pattern` nor an `answer` that is a string")
     if not pattern:

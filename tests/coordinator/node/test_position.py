@@ -155,7 +155,7 @@ def test_what_goes_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     starting = position.doing()
     assert position.describe()["work"] == "starting the engine"
     clock.now_s = 130.0
-    assert "run logs RANK shows what it says), 30 s so far" in position.doing()[1]
+    assert "run logs shows what it says), 30 s so far" in position.doing()[1]
     starts[0], clock.now_s = False, 112.0
     assert starting[1] == "starting the engine, 12 s so far"
     assert position.doing()[1] == "train_rollout, no samples finished yet, 12 s so far"

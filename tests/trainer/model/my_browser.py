@@ -27,9 +27,7 @@ async def browser(task: Task, episode: Episode) -> Sample:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(*CHROMIUM, f"--user-data-dir={folder}")
         try:
-            while not (port := Path(folder, "DevToolsActivePort")).exists():
-                await asyncio.sleep(0.1)
-            url = f"http://127.0.0.1:{port.read_text().split()[0]}/json"
+            url = f"http://127.0.0.1:{await port_in(Path(folder, 'DevToolsActivePort'))}/json"
             async with aiohttp.ClientSession() as http, http.get(url) as tabs:
                 tab = (await tabs.json())[0]["webSocketDebuggerUrl"]
                 async with http.ws_connect(tab, max_msg_size=0) as socket:
@@ -37,6 +35,14 @@ async def browser(task: Task, episode: Episode) -> Sample:
         finally:
             process.kill()
             await process.wait()
+
+
+async def port_in(file: Path) -> str:
+    """The port that a browser writes in its own time: the file is there before its two lines are."""
+    async with asyncio.timeout(60.0):
+        while not file.exists() or len(words := file.read_text().split()) < 2:
+            await asyncio.sleep(0.1)
+    return words[0]
 
 
 async def play(task: Task, episode: Episode, socket: Any) -> Sample:

@@ -35,11 +35,11 @@ def test_table_of_models_is_that_of_the_page() -> None:
 def test_number_of_families_is_that_of_the_page() -> None:
     families = len(table("docs/models.md", "family"))
     text = " ".join((REPOSITORY / "README.md").read_text().split())
-    assert f"has all {families} families" in text
+    assert f"lists all {families} families" in text
 
 
 def test_models_that_read_pictures_are_those_of_the_page() -> None:
     readme = (REPOSITORY / "README.md").read_text()
-    sentence = readme.partition("Models that read pictures")[2].partition(". ")[0]
+    sentence = readme.partition("Vision-language models train")[2].partition(". ")[0]
     page = (REPOSITORY / "docs/models.md").read_text().partition("## With pictures")[2]
     assert re.findall(r"`(\w+)`", sentence) == re.findall(r"^\| (\w+) \| (?!rows|---)", page, re.MULTILINE)

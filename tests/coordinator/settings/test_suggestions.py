@@ -327,7 +327,7 @@ def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its
         (ROOT / "docs/migration.md")
         .read_text()
         .partition("## GRPO, setting by setting")[2]
-        .partition("Their")[0]
+        .partition("## Data and rewards")[0]
     )
     rows = [re.findall("`([^`]+)`", line) for line in table.splitlines() if line.startswith("| `")]
     for ours in rows:

@@ -165,18 +165,18 @@ def test_table_of_memory_is_what_run_plan_computes() -> None:
 
 def test_sizes_in_the_text_are_those_of_the_same_model() -> None:
     flat = PAGE.replace("\n", " ")
-    assert f"({ALL / 1e9:.2f}e9 parameters; a layer {LAYER / 1e8:.2f}e8" in flat.replace("  ", " ")
-    assert f"embeddings and head {ENDS / 1e9:.2f}e9" in flat
+    assert f"({ALL / 1e9:.2f}e9 parameters; {LAYER / 1e8:.2f}e8 per layer" in flat.replace("  ", " ")
+    assert f"{ENDS / 1e9:.2f}e9 in embeddings and head" in flat
     trainer = build({"model": "any"}).trainer
     inputs, ends = inputs_bytes(Shape.from_tensors(TENSORS), trainer), ENDS_BYTES * ENDS
     assert f"(8192: {inputs / 1e9:.1f} GB for all layers)" in flat
-    assert f"({ends / 1e9:.1f} GB) while their" in flat
+    assert f"({ends / 1e9:.1f} GB), while their" in flat
     needed = least_bytes(Shape.from_tensors(TENSORS), trainer, 8)
     kept = 2 * 8192 * (8 * INTERMEDIATE + 16 * HIDDEN)
-    assert f"32 bytes x hidden size ({kept / 1e9:.1f} GB)" in flat
+    assert f"32 bytes x hidden size per token ({kept / 1e9:.1f} GB)" in flat
     backward = 2 * (2 * LAYER + ENDS) + kept + 2 * ENDS / 2 + 6 * LAYER
     assert needed == pytest.approx(16 * ALL / 8 + inputs + backward)
-    assert f"({12 * ALL / 1e9:.1f} GB where one node has them all" in flat
+    assert f"({12 * ALL / 1e9:.1f} GB if one node trains the whole model" in flat
     assert f"holds all of it in float32 ({4 * ALL / 1e9:.1f} GB)" in flat
     assert f"has {14 * ALL / 1e9:.0f} GB, {12 * ALL / 1e9:.0f} of them the state" in flat
 

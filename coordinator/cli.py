@@ -299,6 +299,8 @@ def _failure(error: Exception, command: str, arguments: list[str]) -> tuple[str,
         from coordinator.console.commands.typos import of_option
 
         text = plain(of_option(error, arguments)).rstrip(".")
+        if "\n" in text:
+            return f"{text}\n  see {command} --help", 2
         return f"{text}{' See' if text.endswith('?') else '; see'} {command} --help", 2
     if (reason := explained(error)) is not error:
         return str(reason), 1

@@ -29,6 +29,11 @@ ELSEWHERE = {
     **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), "did you mean reinforce++?"),
     "bnpo": "take trainer.algorithm=grpo trainer.aggregation=token",
     "remax": "take rloo, which compares with the other samples in place of a greedy one",
+    "opo": "take rloo, which compares with the mean of the other samples, whatever their lengths",
+    **dict.fromkeys(("gpg", "grpo_passk", "grpo_vectorized"), "take grpo, which is nearest"),
+    "rloo_vectorized": "take rloo, which is the same",
+    **dict.fromkeys(("optimal_token_baseline", "tir_optimal_token_baseline"), "take rloo, which is nearest"),
+    **dict.fromkeys(("luspo", "vespo"), "take gspo, which is nearest"),
 }
 """What to do in place of an algorithm of other trainers."""
 BY_TURN = ("centred", "standardised", "leave_one_out", "whitened")
@@ -178,8 +183,8 @@ class LossSettings(Settings):
         return self.entropy_bonus > 0 or self.entropy_target is not None
 
     def refuse_clip_bounds(self) -> None:
-        """Raise ValueError for a bound that cuts nothing off. Not a rule of the settings themselves: runs of
-        before, whose records must be read, may have one.
+        """Raise ValueError for a bound that cuts nothing off, or everything. Not a rule of the settings
+        themselves: runs of before, whose records must be read, may have one.
         """
         bounds = {"clip_low": {"ppo", "dual", "cispo", "divergence"}, "clip_high": {"divergence"}}
         for name, clips in bounds.items():
@@ -193,6 +198,13 @@ class LossSettings(Settings):
                     f"trainer.{name}={bound:g} with trainer.clip={self.clip}: no {quantity} {move} by more "
                     f"than 1, so nothing is cut off; {advice or 'give '}1 for no bound"
                 )
+        cap, correction = self.engine_correction_cap, self.engine_correction
+        if correction != "off" and (cap < 1 or (cap == 1 and correction == "masked")):
+            falls = "is cut to that" if correction == "truncated" else "becomes 0"
+            raise ValueError(
+                f"trainer.engine_correction_cap={cap:g} with trainer.engine_correction={correction}: weights "
+                f"are about 1, so that of nearly every token {falls}; give more than 1, e.g. 2"
+            )
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

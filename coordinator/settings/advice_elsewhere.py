@@ -35,7 +35,8 @@ _INSTEAD = {
     ),
     "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation truncation_mode",
     "rows are packed without padding where the model can do that": (
-        "use_remove_padding packing packing_samples padding_free group_by_length"
+        "use_remove_padding packing packing_samples padding_free group_by_length packing_strategy "
+        "train_sampling_strategy eval_packing"
     ),
     "the same command again resumes a run": (
         "resume load_checkpoint resume_mode resume_from_checkpoint resume_from_path resume_step "
@@ -56,8 +57,24 @@ _INSTEAD = {
     "name the column of the data: columns.source=COLUMN": "reward_fn_key",
     "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score": "remote_rm_url remote_url",
     "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
-        "multi_turn tools tool_config_path agent_func_path agent max_assistant_turns "
-        "max_tool_calling_iterations max_turns max_user_turns"
+        "multi_turn tools tool_config_path agent_func_path agent"
+    ),
+    "turns belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
+        "max_assistant_turns max_tool_calling_iterations max_turns max_user_turns max_steps_per_episode"
+    ),
+    "the engine leaves the GPU to the trainer by itself; engine.sleep says how": (
+        "free_cache_engine vllm_enable_sleep vllm_enable_sleep_mode deepspeed_enable_sleep "
+        "fsdp2_enable_sleep enable_sleep_mode"
+    ),
+    "trainer.compile=true compiles the layers, and has no other choice": (
+        "compile.fullgraph compile.dynamic compile.mode compile.backend fullgraph"
+    ),
+    "a node's log is written whole; run logs shows it": (
+        "log.level log_level log_level_replica log.vf_level log.file logging_level verbosity"
+    ),
+    "the layers are those of transformers; leave it out": "model.impl",
+    "rewards are computed while others are generated; leave it out": (
+        "launch_reward_fn_async reward.num_workers reward_manager.num_workers"
     ),
     "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
         "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models "

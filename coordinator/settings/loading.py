@@ -99,7 +99,8 @@ def overlay(published: RunSettings, overrides: Mapping[str, Any]) -> RunSettings
     """Put `overrides` over what the master published; that is the result if nothing contradicts."""
     refuse_unknown(overrides)
     settings = _validate({**dict(flatten(published.model_dump(mode="json"))), **overrides})
-    if any(key.startswith(("trainer.clip", "trainer.algorithm", "trainer.sources")) for key in overrides):
+    bounds = ("trainer.clip", "trainer.engine_correction", "trainer.algorithm", "trainer.sources")
+    if any(key.startswith(bounds) for key in overrides):
         try:
             _refuse_clip_bounds(settings)
         except ValueError as error:

@@ -18,7 +18,7 @@ _NAMES = {
     ),
     "checkpoints.keep_every": "save_strategy save_steps keep_interval ckpt.interval save_freq",
     "trainer.optimizer": "optim optim.type optimizer.type optimizer.name",
-    "trainer.betas": "optimizer_betas adam_betas",
+    "trainer.betas": "optimizer_betas adam_betas adam_beta1 adam_beta2 beta1 beta2",
     "trainer.eps": "adam_epsilon",
     "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping clip_grad",
     "trainer.global_batch_size": (
@@ -137,7 +137,6 @@ _NAMES = {
     "engine.args.max_model_len": "max_model_len vllm_max_model_length",
     "engine.args.enable_prefix_caching": "enable_prefix_caching",
     "engine.args.enable_chunked_prefill": "enable_chunked_prefill",
-    "engine.sleep": "vllm_enable_sleep deepspeed_enable_sleep fsdp2_enable_sleep free_cache_engine",
     "rollout.concurrency": "max_inflight_rollouts max_inflight",
     "eval.temperature": "val_kwargs.temperature val_kwargs.do_sample",
     "eval.top_p": "val_kwargs.top_p",

@@ -1,7 +1,7 @@
 """The settings by their dotted names: which there are, which values each takes, how a value is typed."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -47,6 +47,22 @@ def takes(name: str, value: Any) -> bool:
     except ValueError:  # which both of pydantic's errors are
         return False
     return True
+
+
+def choices_of(name: str) -> list[str]:
+    """Return the words that a setting may have as its value; none for one that takes others, too."""
+    if name == "trainer.algorithm":
+        return list(PRESETS)
+    field = dict(fields(RunSettings)).get(name)
+    words = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
+    return list(words)
+
+
+def default_of(name: str) -> Any:
+    """Return a setting's default; None for a setting that a preset may change, and for an unknown one."""
+    field = dict(fields(RunSettings)).get(name)
+    of_presets = {key for preset in PRESETS.values() for key in preset()}
+    return None if field is None or name.removeprefix("trainer.") in of_presets else field.default
 
 
 def show(value: Any) -> str:

@@ -1,16 +1,19 @@
 """Find the setting that a person meant: by what other trainers call it, by its last part, by its spelling."""
 
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from coordinator.settings.advice_elsewhere import ANSWERS
+from coordinator.settings.joint_elsewhere import OFF, joint_answer
 from coordinator.settings.metrics import SINKS
 from coordinator.settings.names_elsewhere import ALIASES
-from coordinator.settings.setting_names import as_typed, takes
+from coordinator.settings.setting_names import as_typed, choices_of, default_of, takes
 from coordinator.settings.values_elsewhere import BY_SAMPLES, BY_VALUE, COUNTED, SAME_NUMBER, VALUES
 from rollout.settings import RolloutSettings
 from trainer.loss_settings import ELSEWHERE
@@ -19,11 +22,13 @@ NEAR, NEARER = 0.75, 0.85
 """How alike two spellings must be, from 0 to 1, with up to two letters more or less, and with more: nobody
 means `gpus` with `bogus`, or `batch_size` with `gen_batch_size`.
 """
+NEAR_WORD = 0.6
+"""So much must each word of a name be like that of the other, where they have equally many."""
 SHORT = 4
 """The last part of a dotted name that has so many letters says too little: nobody means `dtype` with `type`.
 """
 SHOWN = 4
-"""So many settings of a section are named, and so many unknown ones are answered on one line."""
+"""So many settings of a section are named."""
 NONE: Mapping[str, Any] = MappingProxyType({})
 LOW_AND_HIGH = ("eps_clip_low_high", "vllm_is_truncated_threshold")
 """Settings of others that are two numbers."""
@@ -57,10 +62,21 @@ def spelled_like(typed: str, known: Sequence[str]) -> str | None:
     leaf = word.rpartition(".")[2]
     for part in (word, leaf) if len(leaf) > SHORT else (word,):
         for near in difflib.get_close_matches(part, spellings, n=3, cutoff=NEAR):
-            likeness = difflib.SequenceMatcher(None, near, part).ratio()
-            if abs(len(near) - len(part)) <= 2 or likeness >= NEARER or near.startswith(part):
+            likeness = _likeness(near, part)
+            is_near = abs(len(near) - len(part)) <= 2 or likeness >= NEARER or near.startswith(part)
+            if is_near and _is_like_by_word(near, part):
                 return spellings[near]
     return None
+
+
+def _is_like_by_word(near: str, typed: str) -> bool:
+    """Return whether no word of a name is another one: packing_strategy is not sharding_strategy."""
+    pairs = list(zip(near.split("_"), typed.split("_"), strict=False))
+    return near.count("_") != typed.count("_") or all(_likeness(*pair) >= NEAR_WORD for pair in pairs)
+
+
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = NONE) -> str:
@@ -87,8 +103,10 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
     value: Any = values.get(typed)
     leaf, note = _plain(typed).rpartition(".")[2], counted(typed, values)
     pair = _as_list(value)
-    if leaf in LOW_AND_HIGH and len(pair) != 2:  # of two words behind an option only the first is known
+    if leaf in LOW_AND_HIGH and len(pair) != 2:
         return [], note
+    if setting in ("tasks", "eval_tasks") and (files := _files(value)):
+        return ([f"{setting}={files[0]}"], "") if len(files) == 1 else ([], _as_pattern(files))
     if setting == "trainer.engine_correction_cap" and len(pair) == 2:
         return [f"{setting}={as_typed(pair[1])}"], note
     if setting == "trainer.clip_low" and len(pair) == 2:
@@ -119,9 +137,33 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
         is_data_set = "data" in leaf and "." not in value
         value = f"hf:{value}" if is_name else None if is_data_set else value
     is_same = not note or note.strip(" (").startswith(SAME_NUMBER)
-    if value is None or not is_same or setting in _OF_CODE or isinstance(value, Mapping):
+    is_code = setting in _OF_CODE and leaf != setting.rpartition(".")[2]
+    if value is None or not is_same or is_code or isinstance(value, Mapping):
         return [], note
-    return ([shlex.quote(f"{setting}={as_typed(value)}")] if takes(setting, value) else []), note
+    if takes(setting, value):
+        return [shlex.quote(f"{setting}={_words(value)}")], note
+    choices = choices_of(setting) if isinstance(value, str) and not note else []
+    return [], f" (there is no {value}, but {', '.join(choices)})" if choices else note
+
+
+def _words(value: Any) -> str:
+    """Write a value as it is typed; texts of a list in quotes."""
+    is_of_texts = any(isinstance(item, str) for item in _as_list(value))
+    return json.dumps(value, separators=(",", ":")) if is_of_texts else as_typed(value)
+
+
+def _files(value: Any) -> list[str]:
+    """Return the files of a list, whose quotes a shell may have taken; nothing for another value."""
+    text = value.strip() if isinstance(value, str) else ""
+    parts = text.strip("[]").split(",") if text.startswith("[") and text.endswith("]") else _as_list(value)
+    return [str(part).strip(" '\"") for part in parts]
+
+
+def _as_pattern(files: Sequence[str]) -> str:
+    folders, suffixes = {str(Path(name).parent) for name in files}, {Path(name).suffix for name in files}
+    folder, suffix = (same.pop() if len(same) == 1 else "" for same in (folders, suffixes))
+    pattern = str(Path(folder or "data", f"*{suffix or '.jsonl'}"))
+    return f" (several files are given as a pattern, e.g. '{pattern}')"
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -176,20 +218,21 @@ def _given(setting: str, values: Mapping[str, Any]) -> int | None:
 
 
 def meant_each(unknown: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return a sentence about unknown settings among those of `values`; of a configuration of another
-    trainer, a line for each.
-    """
+    """Return a sentence about an unknown setting among those of `values`; of several, a line for each."""
     meanings = {name: near_setting(name, known, values) for name in unknown}
-    if len(unknown) > SHOWN:
+    if len(unknown) > 1:
         return listed("settings", meanings)
-    later_texts = (f"{name}: {meaning}" for name, meaning in list(meanings.items())[1:])
-    return "; ".join([f"unknown setting {unknown[0]}; {meanings[unknown[0]]}", *later_texts])
+    return f"unknown setting {unknown[0]}; {meanings[unknown[0]]}"
 
 
 def listed(kind: str, meanings: Mapping[str, str]) -> str:
-    """Return a line for each unknown word of a kind, and a last one for those that are like no other."""
-    lines = [f"{name}: {meaning}" for name, meaning in meanings.items() if meaning != ALL_SHOWN]
-    if nowhere := [name for name, meaning in meanings.items() if meaning == ALL_SHOWN]:
+    """Return a line for each meaning of unknown words of a kind, and a last one for those that are like no
+    other.
+    """
+    names = {text: [name for name in meanings if meanings[name] == text] for text in meanings.values()}
+    nowhere = names.pop(ALL_SHOWN, [])
+    lines = [f"{', '.join(same)}: {text}" for text, same in names.items()]
+    if nowhere:
         lines.append(f"{ALL_SHOWN}, none is like {', '.join(nowhere)}")
     return "\n  ".join([f"{len(meanings)} unknown {kind}; change or remove each of them:", *lines])
 
@@ -199,8 +242,12 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     values of all settings that were given, by name.
     """
     word = _plain(typed)
+    if typed in values and (of_all := joint_answer(typed, values)):
+        return of_all
     if typed in values and (of_value := by_value(typed, values[typed])):
         return of_value
+    if typed in values and (of_default := _as_default(typed, values)):
+        return of_default
     is_known = _pair(word) in ANSWERS or "overlong_buffer" in word
     section = next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None)
     if section and not is_known:
@@ -224,10 +271,24 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         share = f"trainer.overlong=penalise trainer.overlong_buffer={value / longest:.3g}"
         return f"did you mean {share}? ({value} of {longest} tokens)"
     if instead.startswith("set") and coefficient in instead and value in (False, 0):
-        return "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
+        return OFF
     if instead.startswith("set") and isinstance(value, int | float) and not isinstance(value, bool):
         return instead.replace(coefficient, f"{coefficient}={value:g}")
     return instead or None
+
+
+def _as_default(typed: str, values: Mapping[str, Any]) -> str | None:
+    """Return the answer to a truth of theirs which says what holds here anyway; else None."""
+    word = _plain(typed)
+    setting = ALIASES.get(_pair(word)) or ALIASES.get(word.rpartition(".")[2])
+    if setting is None or not isinstance(values[typed], bool):
+        return None
+    default = f"{setting}={as_typed(default_of(setting))}"
+    return (
+        f"leave it out: {default} is the default"
+        if translated(setting, typed, values)[0] == [default]
+        else None
+    )
 
 
 def _pair(word: str) -> str:

@@ -23,7 +23,6 @@ _NOTES = {
         "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
         "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
     ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-    "the policy before training is evaluated wherever it is set": "eval_on_start skip_first_step",
     "bfloat16; there is no float16": "fp16",
     "false for true": "filter_zero_advantages",
     "what ends it, e.g. </think>": "reasoning_parser",
@@ -58,10 +57,13 @@ _NOTES = {
     "1 for true, 0 for false": "async_train async_enable",
     "tensorboard, wandb, trackio or mlflow": "report_to logger wandb",
     "masked, which leaves out tokens": "rollout_rs",
+    "once for each: a name of ours, or FILE.py:FUNCTION": "reward_funcs reward_fn",
     "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
     "in iterations, each of which may have several optimizer steps": "max_steps",
     "in iterations": "eval.steps eval_strategy save_strategy eval_steps save_steps save_freq keep_interval",
-    "the policy before training is evaluated wherever eval.interval is set": "val_before_train",
+    "the policy before training is evaluated wherever it is set": (
+        "eval_on_start skip_first_step val_before_train"
+    ),
     "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage": "loss_type",
     "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm": "loss_agg_mode",
     "standardised if it divides by the deviation, centred if not": (
@@ -157,6 +159,28 @@ _BY_VALUE = {
         "loss_mode=vanilla policy_loss_type=ppo importance_sampling_level=token ratio_type=token"
     ),
     "did you mean trainer.clip=soft?": "loss_mode=sapo",
+    "there is none of its kind; trainer.entropy_target, too, keeps the policy's entropy": (
+        "loss_mode=clip_cov loss_mode=kl_cov loss_mode=clip-cov loss_mode=kl-cov"
+    ),
+    "leave it out: rollout.max_prompt_tokens leaves out the longer ones": "filter_overlong_prompts=true",
+    "leave it out: the loss of a batch is that of trainer.algorithm": "loss_mode=bypass_mode",
+    "did you mean trainer.optimizer=adamw? (none has 8 bits; trainer.cpu_offload=true saves memory)": (
+        "optim=adamw_8bit optim=adamw_bnb_8bit optim=paged_adamw_8bit optim=lion_8bit optim=ademamix_8bit "
+        "optim=paged_lion_8bit optim=rmsprop_bnb_8bit"
+    ),
+    "there is no weight of a sequence; trainer.engine_sequence_cap=1.01, say, leaves out whole ones": (
+        "rollout_is=sequence vllm_importance_sampling_mode=sequence_truncate "
+        "vllm_importance_sampling_mode=sequence_mask is_correction_type=seq-mask-tis "
+        "vllm_is_correction_type=seq-mask-tis rollout_rs=geometric rollout_rs=sequence"
+    ),
+    "did you mean trainer.engine_correction=masked? (which leaves out tokens)": "rollout_rs=token",
+    "leave it out: trainer.algorithm=default is another one, see docs/algorithms.md": "loss.type=default",
+    "leave it out: the policy before training is evaluated wherever eval.interval is set": (
+        "val_before_train=true eval_on_start=true skip_first_step=false"
+    ),
+    "the policy before training is evaluated with every evaluation; eval.interval=0 leaves all of them out": (
+        "val_before_train=false eval_on_start=false skip_first_step=true"
+    ),
     "did you mean trainer.clip=cispo?": "loss_mode=cispo",
     "did you mean trainer.clip=geometric?": "loss_mode=geo_mean",
     "did you mean trainer.clip=none?": "loss_mode=gpg",
@@ -184,11 +208,11 @@ _BY_VALUE = {
     "did you mean engine.kind=vllm?": "use_vllm=true",
     "there is no SGLang; did you mean engine.kind=vllm?": "rollout.name=sglang",
     "did you mean engine.kind=torch?": "use_vllm=false",
-    "did you mean trainer.compute_dtype=bfloat16?": "bf16=true",
     "did you mean trainer.compute_dtype=bfloat16? there is no float16": (
         "fp16=true torch_dtype=float16 mixed_precision=fp16 model_dtype=fp16"
     ),
     "leave it out: layers compute in bfloat16 on a GPU, in float32 on a CPU": (
+        "bf16=true mixed_precision=bf16 torch_dtype=bfloat16 model_dtype=bf16 model_dtype=bfloat16 "
         "bf16=false mixed_precision=no torch_dtype=float32 model_dtype=float32 model_dtype=fp32"
     ),
     "did you mean trainer.engine_correction=truncated?": (

@@ -67,6 +67,17 @@ BAD = [
     ("--num_generations 8", "No such option: --num_generations; did you mean rollout.samples_per_task=8?"),
     ("--ppo_mini_batch_size 16 n=4", "(in samples: theirs x rollout.samples_per_task: 16 x 4 = 64)"),
     ("--top_k -1", "No such option: --top_k; did you mean rollout.top_k=0?"),
+    ("--load_in_4bit", "did you mean trainer.lora.base_dtype=nf4? See run --help"),
+    ("--gradient_checkpointing", "leave it out: trainer.activation_checkpointing=true is the default"),
+    ("--no_advantage_std_norm --master", "did you mean trainer.advantage=centred?"),
+    ("--eps_clip_low_high 0.2 0.27", "did you mean trainer.clip_low=0.2 trainer.clip_high=0.27?"),
+    ("--betas 0.9 0.99 --master", "did you mean trainer.betas=0.9,0.99?"),
+    ("--reward_funcs a b", "did you mean --reward? (once for each: a name of ours, or FILE.py:FUNCTION)"),
+    ("--reward --dry-run", "--reward: --dry-run follows; give a value between them"),
+    (
+        "trainer.engine_correction_cap=0.5",
+        "trainer.engine_correction_cap=0.5 with trainer.engine_correction=",
+    ),
     ("local 3", "nor KEY=VALUE; a number of nodes is given as --num-nodes 3"),
     ("--worker 1 2", "nor KEY=VALUE; e.g. trainer.learning_rate=1e-6"),
     ("--use-wandb abc123", "metrics.sinks=wandb; it reads WANDB_API_KEY"),
@@ -285,4 +296,5 @@ def test_command_line_of_another_trainer_is_answered_with_a_line_for_each_of_its
         "  --zero_stage",
     ]
     assert "did you mean --model m?" in ended.stderr and "--iterations" not in ended.stderr
-    assert ended.stderr.splitlines()[3].endswith("none is like --xyzzy, --bogus; see run --help")
+    assert ended.stderr.splitlines()[3].endswith("none is like --xyzzy, --bogus")
+    assert ended.stderr.splitlines()[4] == "  see run --help"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import exp, sqrt
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -337,6 +338,20 @@ def test_bound_that_cuts_nothing_off_is_refused_with_the_fraction_to_type(name: 
     if clip == "divergence":
         with pytest.raises(ValueError, match=r"clip_high=15 .* no probability rises by more than 1"):
             TrainerSettings(algorithm=name, clip_high=15).refuse_clip_bounds()
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap", "refused"),
+    [("truncated", 0.5, True), ("truncated", 1, False), ("masked", 1, True), ("masked", 1.1, False)],
+)
+def test_cap_of_the_engine_correction_that_cuts_every_token_is_refused(
+    correction: Literal["truncated", "masked"], cap: float, refused: bool
+) -> None:
+    settings = TrainerSettings(engine_correction=correction, engine_correction_cap=cap)
+    if not refused:
+        return settings.refuse_clip_bounds()
+    with pytest.raises(ValueError, match=r"of nearly every token .*; give more than 1, e\.g\. 2"):
+        settings.refuse_clip_bounds()
 
 
 def test_algorithm_that_is_not_there_is_named_with_those_that_are() -> None:

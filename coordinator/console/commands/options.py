@@ -44,6 +44,9 @@ def given_options(typed: dict[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if value in ("", [""]):
             raise SettingsError(f"{option_name(key)} is empty (a variable that is not set?); give a value")
+        for word in [value] if isinstance(value, str) else value:
+            if word.startswith("--"):
+                raise SettingsError(f"{option_name(key)}: {word} follows; give a value between them")
     return values
 
 

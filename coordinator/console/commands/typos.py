@@ -156,15 +156,23 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
 
 
 def _values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values that were typed as `--NAME VALUE`, `--NAME=VALUE` or KEY=VALUE, by what is before."""
+    """Return the values that were typed as `--NAME VALUE`, `--NAME A B`, `--NAME=VALUE` or KEY=VALUE, by what
+    is before; True for an option without one.
+    """
     values: dict[str, Any] = {}
-    for word, after in itertools.pairwise([*arguments, "--"]):
+    for place, word in enumerate(arguments):
         name, sign, value = word.partition("=")
         if sign:
             values[name] = parse_value(value)
-        elif word.startswith("--") and "=" not in after and not after.startswith("--"):
-            values[name] = parse_value(after)
+        elif word.startswith("--"):
+            after = itertools.takewhile(_is_value, arguments[place + 1 :])
+            typed = [parse_value(value) for value in after]
+            values[name] = typed if len(typed) > 1 else typed[0] if typed else True
     return values
+
+
+def _is_value(word: str) -> bool:
+    return "=" not in word and not word.startswith("--")
 
 
 def _meant(typed: str, options: Sequence[str], params: Sequence[Any], values: Mapping[str, Any]) -> str:

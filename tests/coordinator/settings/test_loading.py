@@ -430,21 +430,21 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_unknown_setting_of_a_file_is_refused_by_its_dotted_name(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer: {learning_rat: 1}\n1: 2\n")
-    text = refused(read_file(file))
-    assert text.startswith("unknown setting trainer.learning_rat; did you mean trainer.learning_rate=1?; 1: ")
+    text = refused(read_file(file), lines=3)
+    assert "\n  trainer.learning_rat: did you mean trainer.learning_rate=1?\n" in text
 
 
 def test_settings_of_another_trainer_are_all_answered_at_once(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text("data: {train_batch_size: 8, max_response_length: 9}\ncritic: {lr: 1}\nactor: {n: 4}\n")
-    text = refused(read_file(file))
+    text = refused(read_file(file), lines=5)
     for theirs, ours in {
-        "unknown setting data.train_batch_size; ": "rollout.tasks_per_iteration",
-        "; data.max_response_length: ": "rollout.max_tokens",
-        "; critic.lr: ": "there is no critic",
-        "; actor.n: ": "rollout.samples_per_task",
+        "  data.train_batch_size: ": "rollout.tasks_per_iteration",
+        "  data.max_response_length: ": "rollout.max_tokens",
+        "  critic.lr: ": "there is no critic",
+        "  actor.n: ": "rollout.samples_per_task",
     }.items():
-        assert ours in text.partition(theirs)[2].partition("; ")[0]
+        assert ours in text.partition(theirs)[2].partition("\n")[0]
 
 
 def test_configuration_of_another_trainer_is_answered_with_a_line_for_each_of_its_names() -> None:

@@ -194,6 +194,14 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("max_seq_len", "no sample is cut"),
         ("ptx_coef", "trainer.algorithm=sft goes before"),
         ("wandb_entity", "metrics.sinks=wandb"),
+        ("packing_strategy", "rows are packed"),
+        ("--deepspeed_enable_sleep", "engine.sleep says how"),
+        ("rollout.free_cache_engine", "engine.sleep says how"),
+        ("reward.launch_reward_fn_async", "leave it out"),
+        ("multi_turn.max_assistant_turns", "turns belong to the environment"),
+        ("trainer.model.compile.fullgraph", "trainer.compile=true"),
+        ("orchestrator.log.level", "run logs shows it"),
+        ("trainer.model.impl", "those of transformers"),
     ],
 )
 def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str) -> None:
@@ -283,6 +291,29 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("dataset_name", "openai/gsm8k", "did you mean tasks=hf:openai/gsm8k?"),
         ("reward_funcs", "accuracy", "did you mean rollout.reward?"),
         ("lr", -1, "did you mean trainer.learning_rate?"),
+        ("bf16", True, "leave it out: layers compute in bfloat16 on a GPU"),
+        (
+            "gradient_checkpointing",
+            True,
+            "leave it out: trainer.activation_checkpointing=true is the default",
+        ),
+        ("gradient_checkpointing", False, "did you mean trainer.activation_checkpointing=false?"),
+        ("optim", "adamw_8bit", "did you mean trainer.optimizer=adamw? (none has 8 bits"),
+        ("optim", "lion", "did you mean trainer.optimizer? (there is no lion, but adamw, muon)"),
+        ("adv_estimator", "opo", "take rloo, which compares"),
+        ("adv_estimator", "xyzzy", "did you mean trainer.algorithm? (there is no xyzzy, but default, grpo"),
+        ("policy_loss.loss_mode", "clip_cov", "there is none of its kind; trainer.entropy_target"),
+        ("train_files", ["d/a.parquet", "d/b.parquet"], "did you mean tasks? (several files are given as a "),
+        ("train_files", "[d/a.parquet,d/b.parquet]", "did you mean tasks? (several files are given as a pat"),
+        ("train_files", "[d/a.parquet]", "did you mean tasks=d/a.parquet?"),
+        ("adam_beta1", 0.8, "did you mean trainer.betas=0.8,0.95?"),
+        ("stop_strings", ["a", "b"], """did you mean 'rollout.stop=["a","b"]'?"""),
+        ("trainer.loss.type", "default", "leave it out: trainer.algorithm=default is another one"),
+        ("reward", "math", "did you mean rollout.reward=math?"),
+        ("rollout_is", "sequence", "there is no weight of a sequence; trainer.engine_sequence_cap=1.01"),
+        ("val_before_train", True, "leave it out: the policy before training is evaluated"),
+        ("val_before_train", False, "the policy before training is evaluated with every evaluation; eval."),
+        ("data.filter_overlong_prompts", True, "leave it out: rollout.max_prompt_tokens leaves out"),
     ],
 )
 def test_value_of_theirs_is_answered_with_what_can_be_pasted(typed: str, value: Any, expected: str) -> None:
@@ -367,7 +398,7 @@ def test_section_is_answered_with_what_is_in_it() -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["xyzzy", "--bogus", "--out", "trainer.balance", "entity", "trainer.model.impl", "logit_batch_max"],
+    ["xyzzy", "--bogus", "--out", "trainer.balance", "entity", "model.impl_lib", "logit_batch_max"],
 )
 def test_nothing_is_made_up_for_a_word_like_no_other(typed: str) -> None:
     assert near_setting(typed, KNOWN) == "run --dry-run shows all settings"

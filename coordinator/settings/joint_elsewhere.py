@@ -1,0 +1,139 @@
+"""Settings of other trainers that say one thing together, and what is typed here for all of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coordinator.settings.values_elsewhere import VALUES
+from trainer.settings import TrainerSettings
+
+Values = Mapping[str, Any]
+"""Values by the last part of their names, and by the last two."""
+_APART = ("ref", "critic", "reward_model", "eval")
+"""Sections whose settings do not go with those of others."""
+
+_DATA = ("dataset_name", "dataset", "train_dataset", "prompt_data", "prompt_dataset")
+_CONFIG = ("dataset_config", "dataset_configs")
+_SPLIT = ("dataset_train_split", "dataset_split", "prompt_split", "data_split")
+_EVAL_DATA, _EVAL_SPLIT = ("eval_dataset",), ("dataset_test_split", "eval_split")
+_BETAS = ("adam_beta1", "adam_beta2"), ("beta1", "beta2")
+_OFFLOADS = (
+    *("param_offload", "optimizer_offload", "grad_offload", "adam_offload"),
+    *("offload_optimizer_device", "offload_param_device"),
+)
+_ADAPTERS, _RANKS = ("use_peft", "use_lora"), ("lora_r", "lora_rank")
+_HOST, _PORT = ("vllm_server_host",), ("vllm_server_port",)
+_IN_LOSS, _IN_REWARD = ("use_kl_loss", "kl.use_loss"), ("use_kl_in_reward",)
+_OF_LOSS, _OF_REWARD = (
+    ("kl_loss_coef", "beta", "kl_weight", "kl_beta"),
+    ("kl_coef", "kl_penalty_coef", "kl.init_coef", "init_kl_coef"),
+)
+_ESTIMATORS = ("kl_loss_type", "kl_estimator", "kl.estimator"), ("kl_penalty", "kl_estimator", "kl.estimator")
+OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
+
+
+def joint_answer(typed: str, values: Mapping[str, Any]) -> str | None:
+    """Return what is typed here for a setting of theirs and for those that go with it; None if none of those
+    was given. `values`: the values of all settings that were given, by name.
+    """
+    if not (names_of_typed := _names(typed)):
+        return None
+    by_part = {name: value for key, value in values.items() for name in _names(key)}
+    for names, partners, answer in _ANSWERS:
+        least = 1 if answer is _betas else 2
+        is_one = any(name in names for name in names_of_typed)
+        if is_one and sum(name in by_part for name in {*names, *partners}) >= least:
+            return answer(by_part)
+    return None
+
+
+def _names(typed: str) -> tuple[str, ...]:
+    """Return the last part of a name and its last two parts; nothing in a section that is answered apart."""
+    parts = typed.lstrip("-+~").replace("-", "_").lower().split(".")
+    return () if {*parts[:-1]} & {*_APART} else (parts[-1], ".".join(parts[-2:]))[: len(parts)]
+
+
+def _first(values: Values, names: tuple[str, ...]) -> Any:
+    """Return the first value of these that says something."""
+    return next((values[name] for name in names if values.get(name) not in (None, "")), None)
+
+
+def _data_set(values: Values, setting: str, names: tuple[str, ...], splits: tuple[str, ...]) -> str | None:
+    """Return the answer with a data set of the Hub; None for a file, which has no configuration."""
+    name, config, split = _first(values, names), _first(values, _CONFIG), _first(values, splits)
+    if not isinstance(name, str) or name.count("/") != 1 or name.startswith((".", "/")):
+        return None
+    if config and not split:
+        split = "test" if setting == "eval_tasks" else "train"
+    return f"did you mean {setting}={':'.join(str(part) for part in ('hf', name, config, split) if part)}?"
+
+
+def _tasks(values: Values) -> str | None:
+    return _data_set(values, "tasks", _DATA, _SPLIT)
+
+
+def _eval_tasks(values: Values) -> str | None:
+    return _data_set(values, "eval_tasks", (*_EVAL_DATA, *_DATA), _EVAL_SPLIT)
+
+
+def _betas(values: Values) -> str | None:
+    usual = TrainerSettings.model_fields["betas"].default
+    typed = [_first(values, names) for names in zip(*_BETAS, strict=True)]
+    pair = [
+        value if isinstance(value, int | float) else default
+        for value, default in zip(typed, usual, strict=True)
+    ]
+    return f"did you mean trainer.betas={pair[0]:g},{pair[1]:g}?"
+
+
+def _offload(values: Values) -> str | None:
+    is_any = any(values.get(name) in (True, "cpu") for name in _OFFLOADS)
+    return (
+        "did you mean trainer.cpu_offload=true?"
+        if is_any
+        else "leave it out: nothing is offloaded by default"
+    )
+
+
+def _adapters(values: Values) -> str | None:
+    rank = _first(values, _RANKS)
+    is_on = _first(values, _ADAPTERS) is not False
+    return f"did you mean trainer.lora.rank={rank}?" if is_on else "leave it out: there is no adapter"
+
+
+def _url(values: Values) -> str | None:
+    return f"did you mean engine.url=http://{_first(values, _HOST)}:{_first(values, _PORT)}?"
+
+
+def _kl(values: Values) -> str | None:
+    in_loss, in_reward = _first(values, _IN_LOSS), _first(values, _IN_REWARD)
+    is_reward = in_reward is True or (in_loss is None and bool({"init_kl_coef", "kl.init_coef"} & {*values}))
+    of_place = (_OF_REWARD, _OF_LOSS) if is_reward else (_OF_LOSS, _OF_REWARD)
+    numbers = [
+        values[name] for name in (*of_place[0], *of_place[1]) if type(values.get(name)) in (int, float)
+    ]
+    is_off = False in (in_loss, in_reward) and True not in (in_loss, in_reward) and not is_reward
+    if is_off or (numbers and not any(numbers)):
+        return OFF
+    word = str(_first(values, _ESTIMATORS[is_reward])).lower()
+    estimate = word if word in ("k1", "k2", "k3") else VALUES.get(f"kl={word}", "").partition("=")[2]
+    kl = f"trainer.kl={estimate or ('k1' if is_reward else 'k3')}"
+    coefficient = "trainer.kl_coefficient" + next((f"={number:g}" for number in numbers if number), "")
+    return (
+        f"set {kl}, {coefficient} and trainer.kl_in=token_reward"
+        if is_reward
+        else (f"set both {kl} and {coefficient}")
+    )
+
+
+_ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str | None]], ...] = (
+    ((*_DATA, *_CONFIG, *_SPLIT), (), _tasks),
+    ((*_EVAL_DATA, *_EVAL_SPLIT), (*_DATA, *_CONFIG), _eval_tasks),
+    ((*_BETAS[0], *_BETAS[1]), (), _betas),
+    (_OFFLOADS, (), _offload),
+    ((*_ADAPTERS, *_RANKS), (), _adapters),
+    ((*_HOST, *_PORT), (), _url),
+    ((*_IN_LOSS, *_IN_REWARD, *_OF_LOSS, *_OF_REWARD, *_ESTIMATORS[0], *_ESTIMATORS[1]), (), _kl),
+)
+"""Names of others; what may stand beside them; the answer where two or more of both are given. Of betas one
+is enough.
+"""

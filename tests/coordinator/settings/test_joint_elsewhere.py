@@ -1,0 +1,54 @@
+"""Settings of other trainers that say one thing together."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.settings.setting_names import known_keys
+from coordinator.settings.suggestions import meant_each, near_setting
+
+KNOWN = known_keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"dataset_name": "openai/gsm8k", "dataset_config": "main"},
+            "did you mean tasks=hf:openai/gsm8k:main:train?",
+        ),
+        (
+            {"prompt_data": "openai/gsm8k", "prompt_split": "train[:9]"},
+            "did you mean tasks=hf:openai/gsm8k:train[:9]?",
+        ),
+        ({"adam_beta1": 0.9, "adam_beta2": 0.99}, "did you mean trainer.betas=0.9,0.99?"),
+        ({"a.param_offload": True, "a.optimizer_offload": False}, "did you mean trainer.cpu_offload=true?"),
+        ({"a.param_offload": False, "a.optimizer_offload": False}, "leave it out: nothing is offloaded"),
+        ({"use_peft": True, "lora_r": 16}, "did you mean trainer.lora.rank=16?"),
+        ({"vllm_server_host": "h", "vllm_server_port": 8000}, "did you mean engine.url=http://h:8000?"),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "mse", "use_kl_in_reward": False},
+            "set both trainer.kl=k2 and trainer.kl_coefficient=0.01",
+        ),
+        (
+            {"use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "kl"},
+            "set trainer.kl=k1, trainer.kl_coefficient=0.01 and trainer.kl_in=token_reward",
+        ),
+        ({"kl.init_coef": 0.01, "kl.estimator": "k2"}, "set trainer.kl=k2, trainer.kl_coefficient=0.01 and"),
+        ({"use_kl_loss": False, "kl_loss_coef": 0.01}, "set trainer.kl=off"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.0}, "set trainer.kl=off"),
+    ],
+)
+def test_settings_that_say_one_thing_together_have_one_answer(values: dict[str, Any], expected: str) -> None:
+    assert {near_setting(name, KNOWN, values).startswith(expected) for name in values} == {True}
+    lines = meant_each(list(values), KNOWN, values).splitlines()
+    assert len(lines) == 2 and lines[1].startswith(f"  {', '.join(values)}: {expected}")
+
+
+def test_offloading_of_a_reference_and_the_split_of_an_evaluation_do_not_count_for_the_policy() -> None:
+    values = {"actor.param_offload": False, "ref.param_offload": True, "actor.optimizer_offload": False}
+    assert near_setting("actor.param_offload", KNOWN, values).startswith("leave it out: nothing")
+    assert near_setting("ref.param_offload", KNOWN, values).startswith("the reference has no nodes")
+    values = {"dataset_name": "a/b", "dataset_config": "c", "dataset_test_split": "test"}
+    assert near_setting("dataset_name", KNOWN, values) == "did you mean tasks=hf:a/b:c:train?"
+    assert near_setting("dataset_test_split", KNOWN, values) == "did you mean eval_tasks=hf:a/b:c:test?"

@@ -43,9 +43,9 @@ PlacedAs = Annotated[str | None, typer.Option("--placed-as", hidden=True)]
 
 def node(
     words: Words = None,
-    master: Annotated[bool, typer.Option("--master", help="This is rank 0.")] = False,
+    master: Annotated[bool, typer.Option("--master", help="Start the master, rank 0.")] = False,
     worker: Annotated[
-        str | None, option("--worker", metavar="RANK", help="This is rank RANK, from 1.")
+        str | None, option("--worker", metavar="RANK", help="Start the worker of this rank, from 1.")
     ] = None,
     log_path: LogPath = Path("runs/default"),
     config: Config = None,
@@ -60,10 +60,10 @@ def node(
     placed_as: PlacedAs = None,
     **typed: Any,
 ) -> int:
-    """Take part in a run: post-train a language model on machines that share only a directory.
+    """Start a node of a run: post-train a language model on machines that share only a directory.
 
-    The same command again, on any node, after anything, resumes. What is not given stays as it was at the
-    last start.
+    To resume, type the same command again, on any node, whatever happened. Settings that you leave out stay
+    as they were at the last start.
     """
     from coordinator.journal.streams import hold_up_nobody
     from coordinator.settings.tree import SettingsError
@@ -120,9 +120,9 @@ def local(
     allow_shared_dir: AllowSharedDir = False,
     **typed: Any,
 ) -> int:
-    """Start all nodes of a run as processes of this machine, in one terminal; stop them with Ctrl+C.
+    """Start all nodes of a run on this machine, in one terminal; Ctrl+C stops them.
 
-    The same command again resumes. What is not given stays as it was at the last start.
+    To resume, type the same command again. Settings that you leave out stay as they were at the last start.
     """
     from coordinator.journal.streams import hold_up_nobody
     from coordinator.settings.tree import SettingsError
@@ -155,19 +155,27 @@ def guest(
     log_path: LogPath = Path("runs/default"),
     name: Annotated[
         str,
-        option("--name", metavar="NAME", help="Default: this machine's; a newer guest of it replaces it."),
+        option(
+            "--name",
+            metavar="NAME",
+            help="Name of this guest; default: the host's. A newer guest of that name replaces it.",
+        ),
     ] = "",
     server: Annotated[
-        str | None, option("--server", metavar="URL", help="Let its machine help; then give the job's name.")
+        str | None,
+        option("--server", metavar="URL", help="Let the machine of this server help the job that you name."),
     ] = None,
     token_file: Annotated[
-        Path | None, option("--token-file", metavar="FILE", help="Of that server; default: $FLAGPOST_TOKEN.")
+        Path | None,
+        option(
+            "--token-file", metavar="FILE", help="File with the server's token; default: $FLAGPOST_TOKEN."
+        ),
     ] = None,
     allow_shared_dir: AllowSharedDir = False,
 ) -> int:
-    """Help a run that goes on: generate with this machine for as long as you like.
+    """Let this machine help a run to generate, for as long as you like.
 
-    Ctrl+C ends it. At SIGTERM it finishes what ends within 20 s, and leaves.
+    Ctrl+C ends it. At SIGTERM it finishes what it can within 20 s, and leaves.
     """
     if server is not None:
         from coordinator.console.server.client import main as ask_server

@@ -48,10 +48,10 @@ AllowSharedDir = Annotated[
     bool,
     typer.Option(
         "--allow-shared-dir",
-        help="Take a run directory that other users own or can write; give it on every node.",
+        help="Accept a run directory that other users own or can write to; give this on every node.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Deadline = Annotated[
     float, typer.Option("--deadline", metavar="SECONDS", min=0.0, help="How long to wait for the others.")
 ]
@@ -64,29 +64,30 @@ def option(*names: str, help: str, metavar: str = "TEXT", **more: Any) -> Any:
 
 RESET = "--reset-settings"
 Config = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="Settings, .toml, .yaml or .json.")
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Read settings from a .toml, .yaml or .json file."),
 ]
 Reset = Annotated[
     list[str] | None,
     option(
         RESET,
         metavar="[KEY]",
-        help="Go back to the default of a setting or section; without KEY: of all of them.",
+        help="Reset a setting or section to its default; without KEY, all of them.",
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the settings, look at what they name, and stop.")
+    bool, typer.Option("--dry-run", help="Print all settings, check tasks, rewards and model, and stop.")
 ]
 SettingsOnly = Annotated[bool, typer.Option("--settings-only", hidden=True)]
 """Print the settings, and look at nothing that they name: it is elsewhere, or nobody trusts it yet."""
 DebugMode = Annotated[
-    bool, typer.Option("--debug-mode", help="Use a server of yours on port 8000, as --engine-url does.")
+    bool, typer.Option("--debug-mode", help="Use your own vLLM server on port 8000, as with --engine-url.")
 ]
 AcceptCodeChange = Annotated[
     bool,
     typer.Option(
         "--accept-code-change",
-        help="Go on with an open iteration although the code of its reward or environment has changed.",
+        help="Finish an iteration although the code of its reward or environment has changed.",
     ),
 ]
 

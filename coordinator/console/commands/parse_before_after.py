@@ -29,22 +29,28 @@ def evaluate(
         option(
             "--checkpoint",
             metavar="N|DIR",
-            help="Of iteration N (0: the start), or of DIR; default: the newest.",
+            help="Checkpoint of iteration N (0: the base model), or a directory; default: the newest.",
         ),
     ] = None,
     log_path: Annotated[
         Path | None,
-        option("--log-path", metavar="DIR", help="The run; its settings hold where nothing else is given."),
+        option("--log-path", metavar="DIR", help="The run, whose settings are the defaults."),
     ] = None,
     eval_tasks: Annotated[
-        str | None, option("--eval-tasks", metavar="FILE", help="As in `run`; default: those of the run.")
+        str | None,
+        option(
+            "--eval-tasks", metavar="FILE", help="Evaluation tasks, as in `run`; default: those of the run."
+        ),
     ] = None,
     reward: Annotated[
-        list[str] | None, option("--reward", metavar="NAME[=WEIGHT]", help="As in `run`.")
+        list[str] | None, option("--reward", metavar="NAME[=WEIGHT]", help="Rewards, as in `run`.")
     ] = None,
-    environment: Annotated[str | None, option("--environment", metavar="NAME", help="As in `run`.")] = None,
+    environment: Annotated[
+        str | None, option("--environment", metavar="NAME", help="Environment, as in `run`.")
+    ] = None,
     config: Annotated[
-        Path | None, option("--config", metavar="FILE", help="Settings, .toml, .yaml or .json.")
+        Path | None,
+        option("--config", metavar="FILE", help="Read settings from a .toml, .yaml or .json file."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -52,13 +58,13 @@ def evaluate(
             "--out",
             "-o",
             metavar="DIR",
-            help="A new directory that keeps the samples.",
+            help="Keep the samples in this new directory.",
             parser=directory_of_user,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Score a checkpoint of a run, or any model, on this machine; the run is only read."""
+    """Score a checkpoint of a run, or any model, on this machine. The run itself is not changed."""
     from coordinator.console.commands.evaluate import evaluate as score
     from coordinator.console.commands.typos import settings_of
     from coordinator.settings.settings_file import read_file
@@ -78,15 +84,17 @@ def doctor(
     log_path: LogPath = Path("runs/default"),
     peers: Annotated[
         int,
-        typer.Option("--peers", metavar="N", min=1, help="Nodes; type it on each, with its rank."),
+        typer.Option(
+            "--peers", metavar="N", min=1, help="Number of nodes; run the doctor on each, with its rank."
+        ),
     ] = 1,
     worker: Annotated[
-        str | None, option("--worker", metavar="RANK", help="This is rank RANK; rank 0 reports.")
+        str | None, option("--worker", metavar="RANK", help="Rank of this node; rank 0 prints the report.")
     ] = None,
     deadline: Deadline = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Check whether this directory, this node and this network are fit for a run, and say what to do."""
+    """Check that the directory, this machine and the network are fit for a run, and say what to fix."""
     from coordinator.console.doctor.run import doctor_rank, run_doctor
 
     return run_doctor(log_path.absolute(), peers, doctor_rank(worker, peers, os.environ), deadline, as_json)
@@ -98,10 +106,10 @@ def cleanup(
     log_path: LogPath = Path("runs/default"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
     keep_partial: Annotated[
-        bool, typer.Option("--keep-partial", help="Keep the finished groups, for training to use them.")
+        bool, typer.Option("--keep-partial", help="Keep the finished groups, so that training can use them.")
     ] = False,
 ) -> int:
-    """Remove what an interrupted iteration left; never a published checkpoint."""
+    """Remove the files of an interrupted iteration; never a published checkpoint."""
     from coordinator.console.commands.cleanup import cleanup as clean
     from coordinator.journal.control_characters import plain
     from coordinator.protocol.exits import NodeEnded
@@ -118,20 +126,20 @@ def cleanup(
 @command_in(APPS, "fork")
 def fork(
     iteration: Annotated[
-        str, option("--iteration", metavar="N", help="The first one that is the new run's own.")
+        str, option("--iteration", metavar="N", help="The first iteration that the new run makes itself.")
     ],
     to: Annotated[
         Path,
         option(
             "--to",
             metavar="DIR",
-            help="A new directory, best on the same filesystem.",
+            help="Directory of the new run, preferably on the same filesystem.",
             parser=directory_of_user,
         ),
     ],
     log_path: LogPath = Path("runs/default"),
 ) -> int:
-    """Make a new run that goes on from an iteration of this one, with other settings if you like."""
+    """Make a new run that continues from an iteration of this one, with other settings if you like."""
     from coordinator.console.commands.fork import fork as make
     from coordinator.console.commands.fork import summary
 
@@ -143,21 +151,24 @@ def fork(
 
 @command_in(APPS, "rescore")
 def rescore(
-    iteration: Annotated[
-        str, option("--iteration", metavar="N", help="The first whose samples are scored anew.")
+    iteration: Annotated[str, option("--iteration", metavar="N", help="The first iteration to score again.")],
+    reward: Annotated[
+        list[str], option("--reward", metavar="NAME[=WEIGHT]", help="The new reward, as in `run`.")
     ],
-    reward: Annotated[list[str], option("--reward", metavar="NAME[=WEIGHT]", help="As in `run`.")],
     last: Annotated[
-        str | None, option("--last", metavar="N", help="The last one; default: the newest.")
+        str | None,
+        option("--last", metavar="N", help="The last iteration to score again; default: the newest."),
     ] = None,
     to: Annotated[
         Path | None,
-        option("--to", metavar="DIR", help="A new directory, for the new run.", parser=directory_of_user),
+        option("--to", metavar="DIR", help="Directory of the new run.", parser=directory_of_user),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change; make no run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would change, and make no run.")
+    ] = False,
     log_path: LogPath = Path("runs/default"),
 ) -> int:
-    """Make a new run that trains on samples of this one with other rewards, without generating them again."""
+    """Make a new run that trains on the samples of this one with another reward."""
     from coordinator.console.commands.rescore import rescore as make
     from coordinator.settings.tree import SettingsError
     from rollout.settings import JOIN
@@ -174,15 +185,20 @@ def rescore(
 @command_in(APPS, "verify")
 def verify(
     iteration: Annotated[
-        str | None, option("--iteration", metavar="N", help="This one alone; default: all, then the newest.")
+        str | None,
+        option(
+            "--iteration",
+            metavar="N",
+            help="Check only this iteration; default: check all, repeat the newest.",
+        ),
     ] = None,
     files_only: Annotated[
-        bool, typer.Option("--files-only", help="Compare digests; make no iteration again.")
+        bool, typer.Option("--files-only", help="Only compare checksums; repeat no iteration.")
     ] = False,
     log_path: LogPath = Path("runs/default"),
 ) -> int:
-    """Check the digests from the base model to the newest weights, then make an iteration again on this
-    machine and compare the bits; the run is only read."""
+    """Check all checksums from the base model to the newest weights, then repeat an iteration on this machine
+    and compare the bits. The run itself is not changed."""
     from coordinator.console.commands.verify import verify as check
 
     return check(log_path.absolute(), _iteration(iteration) if iteration else None, files_only)
@@ -192,12 +208,15 @@ def verify(
 def export(
     out: Annotated[
         Path,
-        option("--out", "-o", metavar="DIR", help="A new directory for the model.", parser=directory_of_user),
+        option("--out", "-o", metavar="DIR", help="New directory for the model.", parser=directory_of_user),
     ],
-    iteration: Annotated[str | None, option("--iteration", metavar="N", help="Default: the newest.")] = None,
-    merge: Annotated[bool, option("--merge", help="Add the adapter to its base model.")] = False,
+    iteration: Annotated[
+        str | None,
+        option("--iteration", metavar="N", help="Iteration of the checkpoint; default: the newest."),
+    ] = None,
+    merge: Annotated[bool, option("--merge", help="Merge the LoRA adapter into its base model.")] = False,
     dtype: Annotated[
-        str | None, option("--dtype", metavar="DTYPE", help="Of the weights; default: as they are saved.")
+        str | None, option("--dtype", metavar="DTYPE", help="Type of the weights; default: as saved.")
     ] = None,
     log_path: LogPath = Path("runs/default"),
 ) -> int:

@@ -14,7 +14,7 @@ APPS: dict[str, typer.Typer] = {}
 def status(
     log_path: LogPath = Path("runs/default"),
     as_json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Live, until Ctrl+C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl+C.")] = False,
 ) -> int:
     """Show where each node is, what it waits for, its tasks done, and the rewards so far."""
     from coordinator.console.commands.status import show_status
@@ -26,20 +26,26 @@ def status(
 @command_in(APPS, "logs")
 def logs(
     rank: Annotated[
-        str | None, typer.Argument(metavar="[RANK]", help="Only this rank; with --server: the job's name.")
+        str | None,
+        typer.Argument(metavar="RANK", help="Show only this rank; with --server, the name of the job."),
     ] = None,
     log_path: LogPath = Path("runs/default"),
-    server: Annotated[str | None, option("--server", metavar="URL", help="Of a job of this server.")] = None,
+    server: Annotated[
+        str | None, option("--server", metavar="URL", help="Show the log of a job on this server.")
+    ] = None,
     token_file: Annotated[
-        Path | None, option("--token-file", metavar="FILE", help="Of that server; default: $FLAGPOST_TOKEN.")
+        Path | None,
+        option(
+            "--token-file", metavar="FILE", help="File with the server's token; default: $FLAGPOST_TOKEN."
+        ),
     ] = None,
     of_rank: Annotated[
-        str | None, option("--rank", metavar="RANK", help="Of the job: only this rank.")
+        str | None, option("--rank", metavar="RANK", help="With --server: show only this rank.")
     ] = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=1, help="The last N lines of each file.")
+        int, typer.Option("--lines", "-n", metavar="N", min=1, help="Show the last N lines of each file.")
     ] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then new lines, until Ctrl+C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new lines, until Ctrl+C.")] = False,
 ) -> int:
     """Print the logs of the nodes, or of one node with its engine and trainer."""
     if server is not None:
@@ -62,10 +68,15 @@ def report(
     log_path: LogPath = Path("runs/default"),
     out: Annotated[
         Path | None,
-        option("--out", "-o", metavar="FILE.html", help="Default: report.html in the run directory."),
+        option(
+            "--out",
+            "-o",
+            metavar="FILE.html",
+            help="Where to write the page; default: report.html in the run directory.",
+        ),
     ] = None,
 ) -> int:
-    """Write one page about the run: rewards, where the time goes, faults, samples to read."""
+    """Write one HTML page about the run: rewards, where the time goes, faults, samples to read."""
     from coordinator.console.report import write_report
 
     print(write_report(log_path.absolute(), out.absolute() if out else None))
@@ -76,13 +87,15 @@ def report(
 def samples(
     log_path: LogPath = Path("runs/default"),
     iteration: Annotated[
-        int | None, option("--iteration", metavar="I", help="Of this iteration; default: the newest.")
+        int | None, option("--iteration", metavar="I", help="Choose the iteration; default: the newest.")
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", metavar="N", min=1, help="So many.")] = 3,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest rewards.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest rewards.")] = False,
-    flat: Annotated[bool, typer.Option("--flat", help="Of groups whose samples all score the same.")] = False,
-    of_eval: Annotated[bool, typer.Option("--eval", help="Of the evaluation.")] = False,
+    count: Annotated[int, typer.Option("--count", "-n", metavar="N", min=1, help="Print N samples.")] = 3,
+    best: Annotated[bool, typer.Option("--best", help="Take those with the highest rewards.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Take those with the lowest rewards.")] = False,
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Take tasks whose samples all have the same reward.")
+    ] = False,
+    of_eval: Annotated[bool, typer.Option("--eval", help="Take samples of the evaluation.")] = False,
 ) -> int:
     """Print samples as the model saw them, special tokens included, with their rewards and answers."""
     from coordinator.console.views.samples import Order, show_samples
@@ -103,10 +116,12 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", help="The run directory to compare it with.")],
     out: Annotated[
         Path | None,
-        option("--out", "-o", metavar="FILE.html", help="Also a page with the curves of both."),
+        option("--out", "-o", metavar="FILE.html", help="Also write a page with the curves of both."),
     ] = None,
 ) -> int:
-    """Say where two runs part: iteration, phase, task, sample and token; 0 if they are equal, else 1."""
+    """Say where two runs diverge: iteration, phase, task, sample and token.
+
+    The exit code is 0 if they are equal, else 1."""
     from coordinator.console.views.difference import describe_difference
 
     roots = first.absolute(), second.absolute()
@@ -123,24 +138,27 @@ def diff(
 def plan(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="With --model: settings of the run."),
+        typer.Argument(metavar="KEY=VALUE", help="With --model: settings of the run."),
     ] = None,
     log_path: LogPath = Path("runs/default"),
     devices: Annotated[
-        int | None, option("--devices", metavar="N", help="For N devices; default: those of the run.")
+        int | None,
+        option("--devices", metavar="N", help="Plan for N devices (GPUs); default: those of the run."),
     ] = None,
     as_json: AsJson = False,
     model: Annotated[
         str | None,
-        option("--model", metavar="MODEL", help="What training it needs, before there is a run."),
+        option(
+            "--model", metavar="MODEL", help="Estimate memory and time for this model, before there is a run."
+        ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", metavar="N", min=1, help="With --model: of so many GPUs.")
+        int, typer.Option("--gpus", metavar="N", min=1, help="With --model: number of GPUs.")
     ] = 1,
-    gpu: Annotated[str, option("--gpu", metavar="NAME", help="With --model: of this kind.")] = "H100",
+    gpu: Annotated[str, option("--gpu", metavar="NAME", help="With --model: kind of GPU.")] = "H100",
 ) -> int:
-    """Say whether two crews would be faster than one, and with which devices, by what a run has measured; or
-    with --model, whether a run would fit."""
+    """Estimate from the timings of a run whether it would be faster to generate and train at the same time
+    on separate devices; or, with --model, whether a run would fit."""
     if model is not None:
         from coordinator.console.commands.typos import settings_of
         from coordinator.console.plan.before import show_needs
@@ -162,10 +180,10 @@ def profile(
     log_path: LogPath = Path("runs/default"),
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="R", min=0, help="Of this node; default: the first that trains."),
+        typer.Option("--rank", metavar="R", min=0, help="Profile this node; default: the first that trains."),
     ] = None,
 ) -> int:
-    """Profile the next optimizer step of a run that trains: a trace, and the ten costliest operators."""
+    """Profile the next optimizer step of a run: the ten most expensive operators, and a trace."""
     from coordinator.console.commands.profile import profile_next_step
 
     return profile_next_step(log_path.absolute(), rank)

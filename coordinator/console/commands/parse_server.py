@@ -13,41 +13,54 @@ APPS: dict[str, typer.Typer] = {}
 @command_in(APPS, "serve")
 def serve(
     root: Annotated[
-        Path, option("--root", metavar="DIR", help="Each job is a directory in it.", parser=directory_of_user)
+        Path,
+        option(
+            "--root",
+            metavar="DIR",
+            help="Directory of the jobs; each job gets a directory in it.",
+            parser=directory_of_user,
+        ),
     ],
     host: Annotated[
         str,
-        typer.Option("--host", metavar="ADDRESS", help="Where to listen; others than this machine: 0.0.0.0."),
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0: a free one.")
+        int,
+        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port to listen on; 0: any free one."),
     ] = 8765,
     token_file: Annotated[
         Path | None,
         option(
-            "--token-file", metavar="FILE", help="Default: $FLAGPOST_TOKEN, else DIR/.token, which is made."
+            "--token-file",
+            metavar="FILE",
+            help="File with the token; default: $FLAGPOST_TOKEN, else DIR/.token, which is created.",
         ),
     ] = None,
     launcher: Annotated[
         str, typer.Option("--launcher", metavar="local|ssh|slurm|ray", help="What starts the nodes of a job.")
     ] = "local",
-    hosts: Annotated[str, option("--hosts", metavar="A,B,C", help="With ssh: a node on each.")] = "",
+    hosts: Annotated[str, option("--hosts", metavar="A,B,C", help="With ssh: hosts of the nodes.")] = "",
     sbatch: Annotated[
         Path | None,
         option("--sbatch", metavar="FILE", help="With slurm: the job script; default: node.sbatch."),
     ] = None,
-    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="With ray: the cluster.")] = "auto",
+    ray: Annotated[
+        str, typer.Option("--ray", metavar="ADDRESS", help="With ray: address of the cluster.")
+    ] = "auto",
     at_once: Annotated[
-        int, typer.Option("--at-once", metavar="N", min=1, help="Jobs that run at the same time.")
+        int, typer.Option("--at-once", metavar="N", min=1, help="How many jobs may run at the same time.")
     ] = 1,
     max_upload: Annotated[
-        int, typer.Option("--max-upload", metavar="MIB", min=1, help="The largest submission.")
+        int, typer.Option("--max-upload", metavar="MIB", min=1, help="Size limit of a submission.")
     ] = 64,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let clients bring rewards and environments: they run here.")
+        bool, typer.Option("--allow-code", help="Let clients send rewards and environments, which run here.")
     ] = False,
 ) -> int:
-    """Take jobs over HTTP, start them, and show them on a page; Ctrl+C ends the server, but no job."""
+    """Accept jobs over HTTP, start them, and show them on a web page. Ctrl+C ends the server, but no job."""
     from coordinator.console.commands.serve import serve as start
     from coordinator.console.server.launchers import SBATCH, Launcher
 

@@ -15,31 +15,45 @@ APPS: dict[str, typer.Typer] = {}
 def launch(
     context: typer.Context,
     hosts: Annotated[
-        str | None, option("--hosts", metavar="A,B,C", help="Over ssh; the first one is the master.")
+        str | None,
+        option("--hosts", metavar="A,B,C", help="Hosts to reach over ssh; the first becomes the master."),
     ] = None,
     ray: Annotated[
         str | None,
-        option("--ray", metavar="ADDRESS", help="A Ray cluster: auto, HOST:PORT, ray://HOST:PORT or local."),
+        option(
+            "--ray", metavar="ADDRESS", help="Use a Ray cluster: auto, HOST:PORT, ray://HOST:PORT or local."
+        ),
     ] = None,
-    num_nodes: Annotated[str | None, option("--num-nodes", metavar="N", help="Beside --ray.")] = None,
+    num_nodes: Annotated[
+        str | None, option("--num-nodes", metavar="N", help="With --ray: number of nodes.")
+    ] = None,
     gpus: Annotated[
         str | None,
-        option("--gpus-per-node", metavar="N", help="Beside --ray: 8 or 8,8,4; default: all of a machine."),
+        option(
+            "--gpus-per-node",
+            metavar="N",
+            help="With --ray: GPUs of each node, 8 or 8,8,4; default: a whole machine.",
+        ),
     ] = None,
     cpus: Annotated[
         str | None,
-        option("--cpus-per-node", metavar="N", help="Beside --ray: in the same way."),
+        option("--cpus-per-node", metavar="N", help="With --ray: CPUs of each node, in the same way."),
     ] = None,
     log_path: LogPath = Path("runs/default"),
     ssh: Annotated[
-        str | None, option("--ssh", metavar="COMMAND", help='Default: ssh. E.g. "ssh -p 2222 -i key".')
+        str | None,
+        option(
+            "--ssh", metavar="COMMAND", help='The ssh command; default: ssh. Example: "ssh -p 2222 -i key".'
+        ),
     ] = None,
     program: Annotated[
-        str | None, option("--run", metavar="PATH", help="Where `run` is on the hosts; default: as here.")
+        str | None,
+        option("--run", metavar="PATH", help="Path of `run` on the hosts; default: the same as here."),
     ] = None,
 ) -> int:
-    """Start a node on each host over ssh, or on machines of a Ray cluster; show their output, stop all with
-    Ctrl+C; takes the options of `run`."""
+    """Start a node on each host, over ssh or on a Ray cluster, and show their output; Ctrl+C stops all nodes.
+
+    Takes all options of `run` too."""
     from coordinator.settings.tree import SettingsError
 
     if (hosts is None) == (ray is None):
@@ -67,14 +81,18 @@ def launch(
 
 @command_in(APPS, "with-ray", allow_interspersed_args=False)
 def with_ray(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Runs on the head alone.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND", help="The command, which runs only on the head.")
+    ],
     num_nodes: Annotated[
         int | None,
         typer.Option(
-            "--num-nodes", metavar="N", min=1, help="The head waits for N; default: as Slurm says, or 1."
+            "--num-nodes", metavar="N", min=1, help="Number of machines; default: that of Slurm, or 1."
         ),
     ] = None,
-    port: Annotated[int, typer.Option("--port", metavar="P", min=1, max=65535, help="Of the head.")] = 6379,
+    port: Annotated[
+        int, typer.Option("--port", metavar="P", min=1, max=65535, help="Port of the head.")
+    ] = 6379,
     deadline: Deadline = 600.0,
 ) -> int:
     """Start Ray on every machine that is given this command, run COMMAND on the one that MASTER_ADDR names,

@@ -335,8 +335,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (call, text, add) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("--server", metavar="URL", default=os.environ.get(SERVER_VARIABLE))
-        command.add_argument("--token-file", metavar="FILE", help=f"default: ${TOKEN_VARIABLE}")
+        command.add_argument(
+            "--server",
+            metavar="URL",
+            default=os.environ.get(SERVER_VARIABLE),
+            help=f"address of the server; default: ${SERVER_VARIABLE}",
+        )
+        command.add_argument(
+            "--token-file", metavar="FILE", help=f"file with the token; default: ${TOKEN_VARIABLE}"
+        )
         command.usage = add(command)
         command.set_defaults(call=call)
     try:
@@ -477,13 +484,15 @@ def _of_name(command: argparse.ArgumentParser) -> str:
 
 
 def _of_submit(command: argparse.ArgumentParser) -> str:
-    command.add_argument("--upload", metavar="FILE", action="append", default=[], help="send this file too")
-    command.add_argument("--name", metavar="NAME", help="of the job; the same again is the same job")
+    command.add_argument("--upload", metavar="FILE", action="append", default=[], help="also send this file")
+    command.add_argument(
+        "--name", metavar="NAME", help="name of the job; repeating a submission returns the same job"
+    )
     return "%(prog)s [OPTIONS] [OPTIONS OF run] [KEY=VALUE ...]"
 
 
 def _of_jobs(command: argparse.ArgumentParser) -> str:
-    command.add_argument("--json", action="store_true", help="print JSON, for programs")
+    command.add_argument("--json", action="store_true", help="print JSON")
     return "%(prog)s [OPTIONS]"
 
 
@@ -493,33 +502,39 @@ def _of_overwatch(command: argparse.ArgumentParser) -> str:
 
 
 def _of_logs(command: argparse.ArgumentParser) -> str:
-    command.add_argument("--rank", type=int, metavar="N", help="of this node, its engine and its trainer")
-    command.add_argument("--lines", "-n", type=int, metavar="N", default=20, help="the last N lines")
-    command.add_argument("--follow", "-f", action="store_true", help="then new ones, until the job has ended")
+    command.add_argument(
+        "--rank", type=int, metavar="N", help="show only this node, its engine and its trainer"
+    )
+    command.add_argument("--lines", "-n", type=int, metavar="N", default=20, help="show the last N lines")
+    command.add_argument(
+        "--follow", "-f", action="store_true", help="follow new lines, until the job has ended"
+    )
     return _of_name(command)
 
 
 def _of_stop(command: argparse.ArgumentParser) -> str:
-    command.add_argument("--now", action="store_true", help="do not wait for what has begun")
+    command.add_argument("--now", action="store_true", help="do not wait for work in progress")
     return _of_name(command)
 
 
 def _of_fetch(command: argparse.ArgumentParser) -> str:
-    command.add_argument("--out", "-o", metavar="DIR", required=True, help="where the files go")
-    command.add_argument("--iteration", type=int, metavar="N", help="default: the newest checkpoint")
-    command.add_argument("--report", action="store_true", help="the page of `run report` in its place")
+    command.add_argument("--out", "-o", metavar="DIR", required=True, help="directory for the files")
+    command.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration of the checkpoint; default: the newest"
+    )
+    command.add_argument("--report", action="store_true", help="fetch the page of `run report` instead")
     return _of_name(command)
 
 
 COMMANDS: dict[str, tuple[Callable[..., int], str, Callable[[argparse.ArgumentParser], str]]] = {
     "submit": (_submit, "Submit a job; takes the options of `run`, and prints the job's name.", _of_submit),
     "jobs": (_jobs, "List the jobs.", _of_jobs),
-    "overwatch": (_overwatch, "Show all jobs, or one, live.", _of_overwatch),
-    "logs": (_logs, "Print what a job prints.", _of_logs),
-    "stop": (_stop, "Stop a job; resume goes on with it.", _of_stop),
-    "resume": (_resume, "Go on with a job that has ended.", _of_name),
-    "guest": (_guest, "Let the server's machine help a job that runs.", _of_name),
-    "fetch": (_fetch, "Fetch a checkpoint's model, verified, or the report.", _of_fetch),
+    "overwatch": (_overwatch, "Watch all jobs, or one, live.", _of_overwatch),
+    "logs": (_logs, "Print the output of a job.", _of_logs),
+    "stop": (_stop, "Stop a job; `run resume` continues it.", _of_stop),
+    "resume": (_resume, "Continue a job that has ended.", _of_name),
+    "guest": (_guest, "Let the server's machine help a running job.", _of_name),
+    "fetch": (_fetch, "Download a checkpoint's model, verified, or the report.", _of_fetch),
 }
 
 OF_RUNS = {

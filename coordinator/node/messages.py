@@ -62,13 +62,15 @@ class Messages:
         if self._identity.settings.kind == "eval":
             return "the evaluation is finished"
         more = self.resume_command(f" --iterations {2 * done}")
-        return f"the run is finished, with {done} iteration{'s' * (done != 1)}; to go on, for example: {more}"
+        iterations = f"{done} iteration{'s' * (done != 1)}"
+        return f"the run is finished after {iterations}; to continue it, for example: {more}"
 
     def unevaluated(self) -> str:
         """Return how to score the last checkpoint, which no iteration evaluates; nothing without tasks."""
         settings = self._identity.of_run
         has_tasks = settings.evaluation_tasks is not None or settings.eval_sets
-        return f"the last checkpoint has no score yet: run eval --log-path {self._path}" if has_tasks else ""
+        command = f"run eval --log-path {self._path}"
+        return f"the last checkpoint has not been evaluated yet: {command}" if has_tasks else ""
 
     def node_command(self, rank: int) -> str:
         """Return the command that starts a node."""

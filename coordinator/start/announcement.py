@@ -36,7 +36,7 @@ def announcement(start: NodeStart, first: int | None) -> list[str]:
     settings, inputs = start.of_run, start.inputs
     gpus = count_gpus()
     texts = {
-        "demo": "" if start.overrides else "nothing was given: the built-in model learns to add",
+        "demo": "" if start.overrides else "no settings given: the built-in model learns to add",
         "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
         "engine": _engine(settings, inputs, start.run_dir.machine(start.rank)),
         "algorithm": _algorithm(settings),
@@ -121,7 +121,7 @@ def _algorithm(settings: RunSettings) -> str:
     adapters = f", adapters of rank {lora}" if lora else ""
     adapters += " to a model in 4 bits" if trainer.lora.base_dtype == "nf4" else ""
     rate = f"learning rate {trainer.learning_rate:g}"
-    return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences a step{adapters}"
+    return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences per step{adapters}"
 
 
 def _tasks(settings: RunSettings, inputs: Inputs) -> str:
@@ -148,7 +148,7 @@ def _pass(settings: RunSettings, inputs: Inputs) -> str:
         return ""
     if settings.tasks.startswith(GENERATED) or rollout.task_sampling != "uniform" or rollout.dynamic_sampling:
         return ""
-    again = "then all come again in another order"
+    again = "then they repeat in another order"
     if count < rollout.tasks_per_iteration:
         return f"an iteration takes each task {rollout.tasks_per_iteration / count:.3g} times"
     takes = f"{count / rollout.tasks_per_iteration:.3g} iterations take"
@@ -162,7 +162,7 @@ def _samples(settings: RunSettings, first: int | None) -> str:
     first = first or last
     end = f"from iteration {first} on" if last is None else f"iterations {first} to {last}"
     end = f"iteration {first}" if last == first else end
-    size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} an iteration"
+    size = f"{rollout.tasks_per_iteration} x {rollout.samples_per_task} per iteration"
     return f"{size}, up to {rollout.max_tokens} tokens; {end}"
 
 

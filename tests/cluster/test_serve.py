@@ -95,7 +95,7 @@ def test_server_killed_at_random_moments_starts_a_job_once_and_loses_nothing(
         folder = tmp_path / "jobs" / name / "job"
         assert sorted(os.listdir(folder)) == ["files", "job.json", "start_0001"]
         output = (folder / "start_0001" / "output.log").read_text()
-        assert output.count("the run is finished, with 2 iterations") == 1
+        assert output.count("the run is finished after 2 iterations") == 1
         record = json.loads((folder / "start_0001" / "process.json").read_text())
         assert (folder / "start_0001" / "exit.json").exists() and record["pid"] > 1
     assert sorted(listed["name"] for listed in serving.server.jobs()) == names

@@ -136,8 +136,8 @@ def test_finished_run_says_how_it_can_go_on(
 ) -> None:
     monkeypatch.setenv("FLAGPOST_STARTED_BY", typed)
     said = messages(nodes=nodes).finished(4)
-    assert said == f"the run is finished, with 4 iterations; to go on, for example: {command}"
-    assert "with 1 iteration;" in messages(nodes=nodes).finished(1)
+    assert said == f"the run is finished after 4 iterations; to continue it, for example: {command}"
+    assert "after 1 iteration;" in messages(nodes=nodes).finished(1)
 
 
 def test_evaluation_does_not_say_how_it_can_go_on() -> None:

@@ -40,9 +40,9 @@ def test_demo_says_what_it_starts(tmp_path: Path) -> None:
     assert lines == {
         "model": "builtin:tiny, 0.341 M parameters",
         "engine": "torch, the embedded engine (no GPU on this machine)",
-        "algorithm": "default, learning rate 0.0003, 256 sequences a step",
+        "algorithm": "default, learning rate 0.0003, 256 sequences per step",
         "tasks": "7588 (builtin:arithmetic); 512 to evaluate every 5 iterations",
-        "samples": "128 x 8 an iteration, up to 8 tokens; iterations 1 to 16",
+        "samples": "128 x 8 per iteration, up to 8 tokens; iterations 1 to 16",
         "reward": "exact, environment single_turn",
         "nodes": "3, weights 2,1,1; this one, node-a: 8 cores, no GPU",
         "writes to": str(tmp_path / "run"),
@@ -115,10 +115,10 @@ def test_model_directory_says_its_size_and_its_own_context(
     lines = said(tmp_path, given, first=7)
     assert lines["model"] == f"{model}, 1.3 M parameters"
     assert lines["engine"] == "torch, the embedded engine (--engine torch)"
-    assert lines["algorithm"] == "grpo, learning rate 1e-06, 512 sequences a step, adapters of rank 8"
+    assert lines["algorithm"] == "grpo, learning rate 1e-06, 512 sequences per step, adapters of rank 8"
     assert lines["tasks"] == f"1 ({tmp_path / 'tasks.jsonl'}); no evaluation"
     assert lines["data"] == "an iteration takes each task 128 times"
-    assert lines["samples"] == ("128 x 8 an iteration, up to 2047 tokens; from iteration 7 on")
+    assert lines["samples"] == ("128 x 8 per iteration, up to 2047 tokens; from iteration 7 on")
     assert lines["nodes"] == "1; this one, node-a: 2 GPUs"
 
 
@@ -126,10 +126,10 @@ def test_start_says_how_many_iterations_an_epoch_of_the_data_is(tmp_path: Path) 
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 30)
     given = {"tasks": str(tmp_path / "tasks.jsonl"), "rollout.tasks_per_iteration": 8}
     lines = said(tmp_path, given)
-    assert lines["data"] == "3.75 iterations take each task once; then all come again in another order"
+    assert lines["data"] == "3.75 iterations take each task once; then they repeat in another order"
     assert "data" not in said(tmp_path, {**given, "rollout.dynamic_sampling": True})
     lines = said(tmp_path, {**given, "rollout.tasks_per_iteration": 30})
-    assert lines["data"] == "an iteration takes each task once; then all come again in another order"
+    assert lines["data"] == "an iteration takes each task once; then they repeat in another order"
 
 
 @pytest.mark.parametrize(("size", "gpus"), [(1_000_000, "2 GPUs"), (300_000, "1 GPU")])
@@ -190,7 +190,7 @@ def test_machine_without_a_gpu_says_what_an_iteration_takes_of_time_and_disk(
             "7588 (builtin:arithmetic); no evaluation",
         ),
         ({"eval.interval": 0}, "tasks", "7588 (builtin:arithmetic); no evaluation"),
-        ({"iterations": 1}, "samples", "128 x 8 an iteration, up to 8 tokens; iteration 1"),
+        ({"iterations": 1}, "samples", "128 x 8 per iteration, up to 8 tokens; iteration 1"),
         ({"rl_phase": "rollout", "rollout_split": "eval-only"}, "tasks", "512 to evaluate"),
         ({"rl_phase": "rollout", "rollout_split": "eval-only"}, "samples", None),
         ({"eval.interval": 1}, "tasks", "7588 (builtin:arithmetic); 512 to evaluate every iteration"),

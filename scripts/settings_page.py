@@ -31,8 +31,8 @@ HEAD = f"""\
 
     run --model /shared/models/Qwen3-0.6B --tasks tasks.jsonl trainer.learning_rate=2e-6 eval.interval=5
 
-Every setting of a run, by its dotted name. Give it as `name=value` behind the options, or in a file,
-for `--config settings.toml` (`.yaml` and `.json` work too):
+This page lists every setting of a run by its dotted name. Type settings as `name=value` after the options,
+or put them into a file for `--config settings.toml` (`.yaml` and `.json` work too):
 
 ```toml
 model = "/shared/models/Qwen3-0.6B"
@@ -45,19 +45,17 @@ learning_rate = 2e-6
 rank = 16
 ```
 
-`name=value` wins over an option, an option over the file, and the file over the default. A value is JSON
-where it parses as such (`null`, `true`, `0.5`, `["stop here"]`); numbers in a list may be typed as `2,1,1`;
-anything else is a string. An unknown name is an error. `run --dry-run` looks at tasks, rewards and model,
-refuses what a start would, warns of what is not installed here, and else prints all settings, resolved.
-Defaults in brackets are for `builtin:tiny`, the built-in model: the demo's recipe. The presets of
-`trainer.algorithm` are in [algorithms.md](algorithms.md).
+`name=value` takes precedence over an option, an option over the file, and the file over the default. A
+value is parsed as JSON if possible (`null`, `true`, `0.5`, `["stop here"]`), and is a string otherwise; you
+can type a list of numbers as `2,1,1`. An unknown name is an error. `run --dry-run` checks tasks, rewards
+and model, refuses what a start would refuse, warns of missing packages, and prints all settings. Defaults
+in brackets apply to `builtin:tiny`, the model of the demo. The presets of `trainer.algorithm` are on [their
+own page](algorithms.md).
 
-Give settings only to the master; workers read them from the run directory. Settings of one machine may be
-different on a worker; give them there: {NODE_LOCAL_NAMES}.
-The model, the task file, `rollout.seed` and `trainer.lora` stay the same for the whole run. Everything else
-may change; a change takes effect at the next start. A setting that is not given at the next start stays as it
-was; `--reset-settings NAME` takes it back to its default
-([recovery.md](recovery.md#changing-settings-between-two-starts)).
+Give settings to the master only; workers read them from the run directory. A few settings belong to one
+machine, and may differ on a worker: {NODE_LOCAL_NAMES}. The model, the task file, `rollout.seed` and
+`trainer.lora` are fixed for a run. You can change [everything
+else](recovery.md#changing-settings-between-two-starts) at the next start.
 """
 KINDS = {
     str: "text",

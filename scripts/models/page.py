@@ -11,34 +11,36 @@ HEAD = """# Models
 
     run --model /shared/models/Qwen3-0.6B --tasks tasks.jsonl --dry-run
 
-says whether a model fits. Below is every model type of `AutoModelForCausalLM` in transformers, tried
-on {day} with {versions}.
-`python -m scripts.models --vllm .venv-vllm/bin/python` writes this page. It makes a tiny random model of each
-family, in float32 on a CPU, and tries it in each way. A number is an error that float32's rounding may make,
-less than 1e-3. **no** is followed by a larger error, or by the number of its reason, [below](#reasons). Some
-reasons lie in the tiny model or in the CPU.
+checks whether a model fits. The table lists every model type of `AutoModelForCausalLM` in transformers,
+tested on {day} with {versions}.
+`python -m scripts.models --vllm .venv-vllm/bin/python` writes this page.
+It builds a tiny random model of each family, in float32 on a CPU, and tests it in each way. A number is an
+error below 1e-3, which float32 rounding can explain. **no** is followed by a larger error, or by the number
+of a [reason](#reasons). Some reasons come from the tiny model or the CPU.
 
-Models with `longrope` (Phi 3.5, Phi 4 mini) or `dynamic` compute all positions otherwise once a sequence is
-long. None gets that long here: for Phi 3.5 the context is 4096 tokens, `--max-model-len` of your own server.
+Models with `longrope` (Phi 3.5, Phi 4 mini) or `dynamic` change all positions once a sequence is long.
+Flagpost keeps sequences shorter than that: for Phi 3.5 the context is 4096 tokens, also for
+`--max-model-len` of your own server.
 
-- **rows**: what keeps sequences apart that share a row ([gpus.md](gpus.md#batches)): positions, or
-  masks, or that one is *alone* in a row; and the largest error of a logprob against the sequence on its own.
-- **shared prompts**: the same, where the prompt is computed once for several samples.
-- **sharded**: an optimizer step with FSDP2 over two processes: the error of the gradient's norm (a fraction)
-  and of the loss. **tensor parallel**: the same, with each layer on two processes.
-- **context parallel**, no column: the same, with each sequence on two. It is refused where one is *alone* in
-  a row, and right elsewhere, but for: {exceptions}.
-- **LoRA**: a step with adapters on all linear layers but routers of experts; how many modules have one.
-- **embedded engine**: it generates for prompts of two lengths at once, in its default float64; the largest
-  error of its logprobs against the trainer's.
-- **vLLM**: the same with vLLM on a CPU, before and after it has loaded the weights anew and proved them
-  ([gpus.md](gpus.md#what-is-proved)). \\*: with transformers' code.
+- **rows**: how [packed sequences](gpus.md#batches) in one row are kept apart: by positions, by masks, or
+  because each is *alone* in its row; and the largest error of a logprob compared with the sequence on its
+  own.
+- **shared prompts**: the same, if the prompt is computed once for several samples.
+- **sharded**: an optimizer step with FSDP2 over two processes: the relative error of the gradient norm, and
+  the error of the loss. **tensor parallel**: the same, with each layer split over two processes.
+- **context parallel** (no column): the same, with each sequence split over two. It is refused for families
+  that are *alone* in a row, and correct for all others except: {exceptions}.
+- **LoRA**: a step with adapters on all linear layers except expert routers; the number of adapted modules.
+- **embedded engine**: generation for prompts of two lengths at once, in its default float64; the largest
+  difference between its logprobs and the trainer's.
+- **vLLM**: the same with vLLM on a CPU, before and after it has reloaded and verified the weights
+  ([gpus.md](gpus.md#what-is-proved)). \\*: using transformers' code.
 """
 
 PICTURES = """## With pictures
 
-`python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tries these. Of `mistral3`
-transformers needs torchvision, of `smolvlm` num2words. vLLM for CPUs looks at pictures of `gemma3` causally.
+`python -m scripts.models --pictures --vllm .venv-vllm/bin/python` tests these. For `mistral3` transformers
+needs torchvision, for `smolvlm` num2words. vLLM on CPUs processes pictures of `gemma3` causally.
 """
 CONTEXT = "context parallel"
 """The column that the page has in a sentence."""

@@ -73,7 +73,7 @@ def test_family_takes_adapters(family: str, made: Callable[[str], Path]) -> None
 
 @pytest.mark.parametrize("family", ["gpt_oss", "falcon", "bamba"])
 def test_family_shares_sequences_as_the_page_says(family: str, made: Callable[[str], Path]) -> None:
-    exceptions = re.findall(r"[\w-]+", re.findall(r"right elsewhere, but for: ([^.]*)", PAGE)[0])
+    exceptions = re.findall(r"[\w-]+", re.findall(r"correct for all others except: ([^.]*)", PAGE)[0])
     done, said = outcome(partial(columns.context_parallel, made(family)))
     assert done == ((family in exceptions) == TRIED[family].split("|")[2].strip().startswith("alone")), said
 
@@ -172,7 +172,7 @@ def test_each_no_has_its_figure_or_its_reason() -> None:
         "v 1",
     )
     row = "| {} | not tried | not tried | {} | not tried | not tried | {} |"
-    assert "right elsewhere, but for: bloom.\n" in text
+    assert "correct for all others except: bloom.\n" in text
     assert row.format("bloom | masks, 0", "**no** (1)", "**no** 1e-01") in text
     assert row.format("falcon | **no** (2)", "**no** (1)", "not tried") in text
     assert "\n1. transformers has no tensor-parallel plan for it\n2. it \\| fell\n" in text

@@ -22,7 +22,7 @@ from rollout.rewards.reward import Reward, RewardError, score
 from rollout.rewards.teacher import Teacher
 from rollout.settings import RolloutSettings
 from rollout.slots import Slot
-from rollout.stuck_user_code import end
+from rollout.stuck_user_code import end, outcome_of
 from rollout.tally import Tally, amount, warn_once
 from rollout.tasks.task_set import TaskError
 from rollout.trajectory import Group, Sample, unfit
@@ -73,7 +73,7 @@ class GroupMaker:
         generated()
         if isinstance(outcome, list):
             scoring = self._score(slot, outcome)
-            outcome = await (_outcome(scoring) if self.is_instant else self._attempt(scoring))
+            outcome = await (outcome_of(scoring) if self.is_instant else self._attempt(scoring))
         if isinstance(outcome, Group):
             return outcome
         reason = _first_cause(outcome)
@@ -88,9 +88,9 @@ class GroupMaker:
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
     async def _attempt(self, work: Coroutine[Any, Any, T]) -> T | BaseException:
-        """Return the outcome of user code, as `_outcome`; a TimeoutError after `group_timeout_s`."""
+        """Return the outcome of user code, as `outcome_of`; a TimeoutError after `group_timeout_s`."""
         timeout_s = self.settings.group_timeout_s
-        attempt = asyncio.create_task(_outcome(work))
+        attempt = asyncio.create_task(outcome_of(work))
         try:
             is_late = not (await asyncio.wait({attempt}, timeout=timeout_s))[0]
         finally:
@@ -144,7 +144,9 @@ class GroupMaker:
         group = Group(slot.number, slot.task_id, slot.prompt, samples)
         failures: list[Exception] = [UnfitSample(fault) for fault in faults if fault is not None]
         if not group.is_unfinished:
-            failures += await self._rewarded(slot, [sample for sample in samples if sample.reward is None])
+            reward, end = self.recipe.reward, self.recipe.sampling.reasoning_end
+            unscored = [sample for sample in samples if sample.reward is None]
+            failures += await score(reward, slot.task, unscored, self.settings, end)
             failures += await self._taught(slot, [sample for sample in samples if sample.reward is not None])
         for error in failures:
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
@@ -156,24 +158,6 @@ class GroupMaker:
             group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
         return group
 
-    async def _rewarded(self, slot: Slot, samples: list[Sample]) -> list[RewardError]:
-        """Score the samples, all at once where that takes time. Returns why some have got no reward."""
-        end = self.recipe.sampling.reasoning_end
-        scoring = [
-            _outcome(score(self.recipe.reward, slot.task, sample, self.settings, end)) for sample in samples
-        ]
-        if self.recipe.reward.is_instant:
-            outcomes = [await work for work in scoring]  # a task for each would cost more than the rewards
-        else:
-            outcomes = await asyncio.gather(*scoring)
-        failures: list[RewardError] = []
-        for outcome in outcomes:
-            if isinstance(outcome, RewardError):
-                failures.append(outcome)
-            elif outcome is not None:
-                raise outcome
-        return failures
-
     async def _taught(self, slot: Slot, samples: list[Sample]) -> list[RewardError]:
         """Ask the teacher for its logprobs of the samples, if there is one. Returns why some have got none:
         these lose their rewards, and so their places in the group.
@@ -184,7 +168,7 @@ class GroupMaker:
         teacher = self.teachers.get(source) or self.teachers[None]
         if isinstance(teacher, SelfTeacher):
             teacher = teacher.of_task(slot.task, Policy(self.client, self.recipe.sampling, slot.seed))
-        outcomes = await asyncio.gather(*(_outcome(_asked(teacher, sample)) for sample in samples))
+        outcomes = await asyncio.gather(*(outcome_of(_asked(teacher, sample)) for sample in samples))
         failures: list[RewardError] = []
         for sample, outcome in zip(samples, outcomes, strict=True):
             if isinstance(outcome, EndpointError | RequestRefused | TaskError):
@@ -203,18 +187,6 @@ async def _asked(teacher: Teacher | TaskTeacher, sample: Sample) -> NDArray[np.f
     if sample.pictures:
         raise TaskError("it is shown no pictures, and its environment shows some; leave rollout.teacher out")
     return await teacher.logprobs(sample)
-
-
-async def _outcome(work: Coroutine[Any, Any, T]) -> T | BaseException:
-    """Return the value of user code, or the exception that it has raised: any, also the CancelledError of
-    tasks of its own, a SystemExit, a KeyboardInterrupt, or what a test library raises.
-    """
-    try:
-        return await work
-    except GeneratorExit:  # it is cut off
-        raise
-    except BaseException as error:
-        return error
 
 
 def _first_cause(error: BaseException) -> BaseException:

@@ -1,11 +1,15 @@
-"""End user code that holds the event loop or does not let go of it: a group must not cost the others."""
+"""End user code that holds the event loop or does not let go of it, and take whatever it raises: a group must
+not cost the others.
+"""
 
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,18 @@ def interrupting(limit_s: float, name: str) -> Iterator[Callable[[], None]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+async def outcome_of(work: Coroutine[Any, Any, T]) -> T | BaseException:
+    """Return the value of user code, or the exception that it has raised: any, also the CancelledError of
+    tasks of its own, a SystemExit, a KeyboardInterrupt, or what a test library raises.
+    """
+    try:
+        return await work
+    except GeneratorExit:  # it is cut off
+        raise
+    except BaseException as error:
+        return error
 
 
 async def end(tasks: Collection["asyncio.Task[Any]"], noun: str) -> None:

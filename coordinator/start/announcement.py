@@ -83,10 +83,7 @@ def _reward(settings: RunSettings, inputs: Inputs) -> str:
         return f"{settings.rollout.scoring}, in evaluations" if inputs.eval_tasks is not None else ""
     if environment.startswith(PROGRAMS):
         return f"of the environment {environment}"
-    lists_of = " and ".join(inputs.functions.lists_of)
-    note = f" (called as {lists_of}'s, with lists of one sample, so it cannot compare samples)"
-    note = note if lists_of else ""
-    return f"{settings.rollout.scoring}{note}, environment {environment}"
+    return f"{settings.rollout.scoring}, environment {environment}"
 
 
 def _count(number: int) -> str:

@@ -3,7 +3,7 @@ what they are, so that a node runs no code of the user's.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from rollout.loaded_code import code_of, load_as_it_was, sources
 from rollout.origin import Code
 from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.pool import ProcessPool
-from rollout.rewards.resolve import RewardSettingError, libraries_of_lists, resolve_reward, with_setting
+from rollout.rewards.resolve import RewardSettingError, resolve_reward, with_setting
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,7 @@ LOAD_TIMEOUT_S = 600.0
 """How long the modules of a reward or an environment may take to be imported."""
 Kind = Literal["reward", "environment"]
 Description = dict[str, Any]
-"""What a name stands for: its `digest`, `sources`, `lists_of`, and whether it `demonstrates`; or why it is
-`refused`."""
+"""What a name stands for: its `digest`, `sources`, and whether it `demonstrates`; or why it is `refused`."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class Functions:
     """Whether the environment's samples are given, not generated."""
     sources: Mapping[str, tuple[str, str]]
     """File and text of the user's modules as they were read, by module."""
-    lists_of: Sequence[str] = ()
-    """The libraries (TRL, OpenRLHF) whose lists a reward takes: here they have one sample each."""
 
     def codes(self, section: str = "rollout") -> dict[str, Code]:
         """Return the Code behind each name, by setting."""
@@ -88,7 +85,6 @@ def load_functions(reward: str, environment: str, section: str = "") -> Function
         **codes,
         demonstrates=descriptions["environment"]["demonstrates"],
         sources=texts,
-        lists_of=descriptions["reward"]["lists_of"],
     )
     return _loaded.setdefault((reward, environment), functions)
 
@@ -111,12 +107,12 @@ def describe(kind: Kind, name: str) -> Description:
     try:
         if kind == "reward":
             reward = resolve_reward(name)
-            code, texts, is_given, lists_of = reward.code, reward.sources(), False, libraries_of_lists(name)
+            code, texts, is_given = reward.code, reward.sources(), False
         else:
             environment = resolve_environment(name)
             code, texts = code_of(name, environment), sources(name, environment)
-            is_given, lists_of = demonstrates(environment), list[str]()
+            is_given = demonstrates(environment)
     except (RewardSettingError, EnvironmentSettingError) as error:
         return {"refused": str(error)}
     users = {module: text for module, text in texts.items() if module.partition(".")[0] not in OURS}
-    return {"digest": code.digest, "sources": users, "demonstrates": is_given, "lists_of": lists_of}
+    return {"digest": code.digest, "sources": users, "demonstrates": is_given}

@@ -83,11 +83,9 @@ class SyncReward:
         self.__wrapped__ = function
         self._pool = _pool_of(name, function, parameters)
 
-    async def __call__(
-        self, task: dict[str, Any], completion: str, *, timeout_s: float, processes: int | None
-    ) -> Any:
-        """Return the function's value. Raises CallFailed if it raises, CallLost if it takes longer than
-        `timeout_s` or ends its process.
+    async def __call__(self, task: Any, completion: Any, *, timeout_s: float, processes: int | None) -> Any:
+        """Return the function's value for a sample, or for lists of them. Raises CallFailed if it raises,
+        CallLost if it takes longer than `timeout_s` or ends its process.
         """
         self._pool.size = processes or min(MOST_PROCESSES, cores())
         try:

@@ -7,55 +7,65 @@ ground_truth, extra_info)` with one sample, OpenRLHF `reward_func(queries, promp
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, pairwise
 from types import CodeType
 from typing import Any, cast
 
 from rollout.plugins import PluginError, is_async
 
-_Convention = tuple[Callable[[dict[str, Any], str], dict[str, Any]], Callable[[Any], Any]]
-"""What to call a function with, and what its result means."""
+_Convention = tuple[Callable[[dict[str, Any], str], dict[str, Any]], Callable[..., Any]]
+"""What to call a function with for one sample, and what its result means; of one that takes lists the second
+is given the number of samples too.
+"""
 _NO_COLUMNS = ("prompt", "messages", "prompts", "completion", "completions")
 """Fields of a task that TRL's functions do not get by their names."""
 
 
 def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of (task, completion) that calls one with the parameters of the others; any other
-    function as it is. One that takes lists gets lists of one.
+    function as it is. Of one that `takes_lists` it is a function of (tasks, completions), which returns a
+    list with what each has got.
     """
     parameters = _parameters(function)
     convention = _convention(parameters)
     if convention is None:
         return function
     arguments, result = convention
+    is_of_lists = takes_lists(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
-    def call(task: dict[str, Any], completion: str) -> Any:
-        values = arguments(task, completion)
+    def call(task: Any, completion: Any) -> Any:
+        values = _listed(map(arguments, task, completion)) if is_of_lists else arguments(task, completion)
         return function(**{name: value for name, value in values.items() if takes_all or name in parameters})
+
+    def meaning(value: Any, completion: Any) -> Any:
+        return result(value, len(completion)) if is_of_lists else result(value)
 
     if is_async(function):
 
-        async def score_later(task: dict[str, Any], completion: str) -> Any:
-            return result(await call(task, completion))
+        async def score_later(task: Any, completion: Any) -> Any:
+            return meaning(await call(task, completion), completion)
 
         return functools.update_wrapper(score_later, function)
 
-    def score(task: dict[str, Any], completion: str) -> Any:
-        return result(call(task, completion))
+    def score(task: Any, completion: Any) -> Any:
+        return meaning(call(task, completion), completion)
 
     return functools.update_wrapper(score, function)
 
 
-def library_of_lists(function: Callable[..., Any]) -> str | None:
-    """Return the library, TRL or OpenRLHF, whose rewards take lists as this function does; it gets lists of
-    one sample. None for any other function.
-    """
-    arguments, _ = _convention(_parameters(function)) or (None, None)
-    if arguments is _arguments_of_trl:
-        return "TRL"
-    return "OpenRLHF" if arguments is _arguments_of_openrlhf else None
+def takes_lists(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes lists of samples, as the rewards of TRL and OpenRLHF do."""
+    convention = _convention(_parameters(function))
+    return convention is not None and convention[0] in (_arguments_of_trl, _arguments_of_openrlhf)
+
+
+def _listed(samples: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the arguments of several samples, by name; a column that a sample lacks is None there."""
+    samples = [*samples]
+    return {name: [each.get(name) for each in samples] for name in dict.fromkeys(chain(*samples))}
 
 
 def refuse_unfit(function: Callable[..., Any]) -> None:
@@ -127,7 +137,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def _convention(parameters: Mapping[str, inspect.Parameter]) -> _Convention | None:
     """Return how the function is called that has these parameters; None: with (task, completion)."""
     if "completions" in parameters and "completion" not in parameters:
-        return _arguments_of_trl, _only
+        return _arguments_of_trl, _each
     if {"solution_str", "ground_truth"} <= parameters.keys():
         return _arguments_of_verl, _with_reward
     if {"queries", "prompts", "labels"} <= parameters.keys():
@@ -140,7 +150,7 @@ def _arguments_of_trl(task: dict[str, Any], completion: str) -> dict[str, Any]:
     columns: dict[str, Any] = {name: value for name, value in task.items() if name not in _NO_COLUMNS}
     columns["prompts"] = task["messages"] if is_chat else task.get("prompt")
     columns["completions"] = [{"role": "assistant", "content": completion}] if is_chat else completion
-    return {name: [value] for name, value in columns.items()}
+    return columns
 
 
 def _arguments_of_verl(task: dict[str, Any], completion: str) -> dict[str, Any]:
@@ -158,21 +168,20 @@ def _arguments_of_openrlhf(task: dict[str, Any], completion: str) -> dict[str, A
     messages: list[Any] = task.get("messages") or [{"content": task.get("prompt")}]
     prompt = "\n".join(str(message["content"]) for message in messages)  # without the chat template
     label = task.get("answer", task.get("label", ""))
-    return {"queries": [prompt + completion], "prompts": [prompt], "labels": [label]}
+    return {"queries": prompt + completion, "prompts": prompt, "labels": label}
 
 
-def _only(rewards: Any) -> Any:
-    """Return the one reward of a list; None, which is TRL's word for a sample that it does not score, is 0.
-    Raises ValueError for anything but a list of one.
+def _each(rewards: Any, samples: int) -> list[Any]:
+    """Return the rewards of so many samples; None, which is TRL's word for one that it does not score, is 0.
+    Raises ValueError for anything but a list of that length, or a tensor that holds as many numbers.
     """
-    try:
-        (reward,) = rewards
-    except (TypeError, ValueError):
+    values: Any = rewards.reshape(-1).tolist() if hasattr(rewards, "reshape") else rewards
+    if not isinstance(values, list | tuple) or len(cast("list[Any]", values)) != samples:
         raise ValueError(
             "it takes lists, so it must return a list with one reward for each; it returned "
-            f"{rewards!r:.100} for one"
-        ) from None
-    return 0.0 if reward is None else reward
+            f"{rewards!r:.100} for {samples}"
+        )
+    return [0.0 if value is None else value for value in cast("list[Any]", values)]
 
 
 def _with_reward(result: Any) -> Any:
@@ -189,15 +198,18 @@ def _with_reward(result: Any) -> Any:
     }
 
 
-def _with_logs(result: Any) -> Any:
-    """Return the one reward of a list, and of OpenRLHF's dict the `rewards` with the `extra_logs`."""
+def _with_logs(result: Any, samples: int) -> list[Any]:
+    """Return the rewards of so many samples, and of OpenRLHF's dict the `rewards` with the `extra_logs`, of
+    which one number is that of each sample.
+    """
     if not isinstance(result, Mapping):
-        return _number(result)
+        return _each(result, samples)
     parts = cast("Mapping[str, Any]", result)
-    logs = {name: _number(value) for name, value in parts.get("extra_logs", {}).items()}
-    return {**logs, "reward": _number(parts.get("rewards"))}
+    logs: dict[str, Any] = {"reward": parts.get("rewards"), **parts.get("extra_logs", {})}
+    by_name = {name: _of_each(value, samples, name) for name, value in logs.items()}
+    return [dict(zip(by_name, values, strict=True)) for values in zip(*by_name.values(), strict=True)]
 
 
-def _number(values: Any) -> Any:
-    """Return the only number of a list, or of a tensor of any shape, as a number."""
-    return values.item() if hasattr(values, "item") else _only(values) if isinstance(values, list) else values
+def _of_each(value: Any, samples: int, name: str) -> list[Any]:
+    is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    return [value] * samples if is_number and name != "reward" else _each(value, samples)

@@ -16,7 +16,7 @@ from rollout.plugins import (
     title_of,
 )
 from rollout.processes.killable_rewards import LibraryReward, SyncReward
-from rollout.processes.reward_signatures import lacking, library_of_lists, refuse_unfit, with_our_parameters
+from rollout.processes.reward_signatures import lacking, refuse_unfit, takes_lists, with_our_parameters
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.code import NAME as CODE
 from rollout.rewards.code import CodeReward, is_code
@@ -102,11 +102,13 @@ def _resolve(name: str) -> Reward:
     try:
         function = load_function(name)
         refuse_unfit(function)
+        is_of_lists = takes_lists(function)
         function = with_our_parameters(function)
         check_call(function, ("task", "completion"))
     except PluginError as error:
         raise RewardSettingError(str(error)) from error
-    return Reward(name, function if is_async(function) else SyncReward(name, function))
+    scorer = function if is_async(function) else SyncReward(name, function)
+    return Reward(name, scorer, takes_lists=is_of_lists)
 
 
 def refuse_unknown(text: str) -> None:
@@ -202,16 +204,6 @@ def _check_task(name: str, task: Task) -> None:
         function(task, "")
     elif needed := _lacking(name)(task):
         raise ValueError(f"it has no `{needed[0]}`; {name_of_answer(task, needed[0])}")
-
-
-def libraries_of_lists(text: str) -> list[str]:
-    """Return whose convention of lists the rewards that a sound setting names have: they get lists of one
-    sample each, so they cannot compare samples.
-    """
-    names = {part.name for each in rewards_of_sources(text).all() for part in parts_of(each)}
-    users = [name for name in names if ":" in name and not (name.startswith(SERVED) or is_code(name))]
-    libraries = (library_of_lists(load_function(name, make=False)) for name in users)
-    return sorted({library for library in libraries if library is not None})
 
 
 @functools.cache

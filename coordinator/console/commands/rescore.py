@@ -36,10 +36,10 @@ from rollout.rewards.reward import RewardError, score
 from rollout.storage import files
 from rollout.stuck_user_code import interrupting
 from rollout.tasks.task_set import Task
-from rollout.trajectory import Group, Sample
+from rollout.trajectory import Group
 
 CONCURRENCY = 256
-"""How many samples are scored at once where rollout.concurrency does not say."""
+"""How many samples are scored at once, in whole groups, where rollout.concurrency does not say."""
 PULSE_S = 0.1
 """How often the event loop says that no reward blocks it."""
 
@@ -198,7 +198,8 @@ class Rescorer:
         """Give the samples of the groups their new rewards. `before`: what the old rewards are called, of
         which no metric stays; `end`: what ends the reasoning in a sample.
         """
-        places = asyncio.Semaphore(self._settings.concurrency or CONCURRENCY)
+        at_once = (self._settings.concurrency or CONCURRENCY) // max(len(group.samples) for group in groups)
+        places = asyncio.Semaphore(max(1, at_once))
         scoring = partial(self._score_group, places=places, before=before, end=end)
         with interrupting(self._settings.group_timeout_s, "rollout.group_timeout_s") as say_free:
             pulse = asyncio.create_task(_pulse(say_free))
@@ -217,36 +218,36 @@ class Rescorer:
         before: Collection[str],
         end: str | None,
     ) -> None:
-        limit_s = self._settings.group_timeout_s
-
-        async def score_sample(sample: Sample) -> str | None:
-            sample.reward = None
-            for name in [name for name in sample.metrics if name.partition(".")[0] in before]:
-                del sample.metrics[name]
-            async with places:
-                try:
-                    async with asyncio.timeout(limit_s):
-                        await score(self._reward, task, sample, self._settings, end)
-                except RewardError as error:
-                    if self._settings.on_reward_error == "run":
-                        raise
-                    self._failure = str(error)
-                except TimeoutError:
-                    self._failure = f"took longer than rollout.group_timeout_s={limit_s:g}"
-                except SystemExit as error:  # of the user's code, which must not end this command mute
-                    self._failure = f"SystemExit: {error}"
-                else:
-                    return None
-            return self._failure
-
         if not group.samples:
             return
         rewards = [float(sample.reward or 0.0) for sample in group.samples]
-        failures = await asyncio.gather(*map(score_sample, group.samples))
+        for sample in group.samples:
+            sample.reward = None
+            for name in [name for name in sample.metrics if name.partition(".")[0] in before]:
+                del sample.metrics[name]
+        async with places:
+            failures = await self._failures(group, task, end)
+        if failures:
+            self._failure = failures[-1]
         self.iterations[-1].add(group, rewards, [sample.reward for sample in group.samples])
-        group.failed = [*group.failed, *filter(None, failures)]
+        group.failed = [*group.failed, *failures]
         group.samples = [sample for sample in group.samples if sample.reward is not None]
         group.given_up = None if group.samples else f"no sample is left: {group.failed[0]}"
+
+    async def _failures(self, group: Group, task: Task, end: str | None) -> list[str]:
+        """Score the samples of a group. Returns why some have got no reward."""
+        limit_s = self._settings.group_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                errors = await score(self._reward, task, group.samples, self._settings, end)
+        except TimeoutError:
+            hint = "an async reward that computes should be a plain function"
+            return [f"took longer than rollout.group_timeout_s={limit_s:g}; {hint}"]
+        except SystemExit as error:  # of the user's code, which must not end this command mute
+            return [f"SystemExit: {error}"]
+        if errors and self._settings.on_reward_error == "run":
+            raise errors[0]
+        return [str(error) for error in errors]
 
 
 async def _pulse(say_free: Callable[[], None]) -> None:

@@ -59,15 +59,6 @@ def test_demonstrations_have_no_reward_to_announce(tmp_path: Path) -> None:
     assert "reward" not in said(tmp_path, {**given, "eval.interval": 0})
 
 
-def test_reward_that_takes_lists_is_said_to_compare_nothing(tmp_path: Path) -> None:
-    (tmp_path / "compares.py").write_text("def longest(completions, **columns):\n    return [1.0]\n")
-    reward = said(tmp_path, {"rollout.reward": f"{tmp_path}/compares.py:longest"})["reward"]
-    note = (
-        "(called as TRL's, with lists of one sample, so it cannot compare samples), environment single_turn"
-    )
-    assert reward.endswith(f"compares.py:longest {note}")
-
-
 def test_same_devices_for_both_halves_are_one_crew(tmp_path: Path) -> None:
     lines = said(tmp_path, {"cluster.place": ["rollout=0", "train=0"]})
     assert lines["crews"] == "rollout=0 train=0, one crew, in turns"

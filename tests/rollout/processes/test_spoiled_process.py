@@ -20,7 +20,7 @@ from rollout.settings import RolloutSettings
 
 async def main():
     reward, settings = resolve_reward("spoils:score"), RolloutSettings(reward_processes=1)
-    print([await reward.values({"id": "t"}, "x", settings) for _ in range(2)], end=" ")
+    print([(await reward.values([{"id": "t"}], ["x"], settings))[0] for _ in range(2)], end=" ")
     with tempfile.NamedTemporaryFile(mode="w") as file:
         os.mkdir(f"{file.name}.d")
         print(oct(os.stat(f"{file.name}.d").st_mode & 0o777), flush=True)

@@ -165,7 +165,10 @@ def test_hanging_cases_take_no_longer_than_all_may() -> None:
 
 
 def values(reward: Reward, task: Any, text: str, **settings: Any) -> dict[str, float]:
-    return asyncio.run(reward.values(task, text, RolloutSettings(**settings)))
+    (values,) = asyncio.run(reward.values([task], [text], RolloutSettings(**settings)))
+    if isinstance(values, RewardError):
+        raise values
+    return values
 
 
 def test_the_setting_says_what_counts() -> None:

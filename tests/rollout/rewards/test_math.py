@@ -13,8 +13,10 @@ import pytest
 from rollout.processes import killable_rewards as reward_module
 from rollout.rewards.math import make_verifier
 from rollout.rewards.resolve import resolve_reward
-from rollout.rewards.reward import Reward, RewardError, score
+from rollout.rewards.reward import Reward, RewardError
+from rollout.settings import RolloutSettings
 from rollout.trajectory import Sample
+from tests.rollout.rewards.scoring import score_one
 
 HUGE = "$9^{9^{9^{9}}}$"
 
@@ -38,7 +40,7 @@ def scored(reward: Reward, text: str, **task: Any) -> float | None:
         finish_reason="stop",
         text=text,
     )
-    asyncio.run(score(reward, {"id": "t1", "prompt": "p", **task}, sample))
+    asyncio.run(score_one(reward, {"id": "t1", "prompt": "p", **task}, sample))
     return sample.reward
 
 
@@ -126,7 +128,7 @@ def test_task_without_a_usable_answer_is_an_error(reward: Reward, task: dict[str
 
 def test_many_samples_at_once_are_all_scored(reward: Reward) -> None:
     async def main() -> list[Any]:
-        tasks = [({"id": str(i), "answer": str(i)}, str(i % 50)) for i in range(200)]
-        return await asyncio.gather(*(reward(task, text) for task, text in tasks))
+        tasks = [{"id": str(i), "answer": str(i)} for i in range(200)]
+        return await reward.values(tasks, [str(i % 50) for i in range(200)], RolloutSettings())
 
-    assert asyncio.run(main()) == [float(i < 50) for i in range(200)]
+    assert asyncio.run(main()) == [{"reward": float(i < 50)} for i in range(200)]

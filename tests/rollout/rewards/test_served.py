@@ -11,10 +11,11 @@ from aiohttp import web
 
 from rollout.rewards import endpoint
 from rollout.rewards.resolve import RewardSettingError, check_task, resolve_reward
-from rollout.rewards.reward import Reward, RewardError, score
+from rollout.rewards.reward import Reward, RewardError
 from rollout.rewards.served import ServedReward
+from rollout.settings import RolloutSettings
 from rollout.trajectory import Sample
-from tests.rollout.rewards.scoring import make_sample
+from tests.rollout.rewards.scoring import make_sample, score_one
 
 TASK: dict[str, Any] = {"id": "t1", "prompt": "1+2=", "answer": "3", "level": 7}
 
@@ -83,7 +84,7 @@ def with_reward(reward: Reward, *texts: str, task: dict[str, Any] = TASK) -> lis
     async def main() -> list[Sample]:
         samples = [make_sample(text) for text in texts]
         try:
-            await asyncio.gather(*(score(reward, task, sample) for sample in samples))
+            await asyncio.gather(*(score_one(reward, task, sample) for sample in samples))
         finally:
             await reward.close()
         return samples
@@ -221,7 +222,7 @@ def test_who_waits_for_the_same_answer_gets_the_same_failure(served: Served) -> 
 
     async def ask() -> Any:
         try:
-            return await asyncio.gather(*(reward(TASK, "3") for _ in range(6)), return_exceptions=True)
+            return await reward.values([TASK] * 6, ["3"] * 6, RolloutSettings())
         finally:
             await reward.close()
 

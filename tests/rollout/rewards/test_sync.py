@@ -12,10 +12,10 @@ import pytest
 
 from rollout.processes import killable_rewards as module
 from rollout.rewards.resolve import resolve_reward
-from rollout.rewards.reward import RewardError, score
+from rollout.rewards.reward import Reward, RewardError
 from rollout.settings import RolloutSettings
 from tests.processes import is_schedulable
-from tests.rollout.rewards.scoring import make_sample
+from tests.rollout.rewards.scoring import make_sample, score_one
 from tests.rollout.rollout_helpers import wait_until
 
 NASTY = """
@@ -57,7 +57,7 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scored]:
 
         async def main() -> list[Any]:
             samples = [make_sample(text) for text in texts]
-            calls = (score(reward, {"id": "t1", **task}, sample, settings) for sample in samples)
+            calls = (score_one(reward, {"id": "t1", **task}, sample, settings) for sample in samples)
             errors = await asyncio.gather(*calls, return_exceptions=True)
             return [error or sample.reward for error, sample in zip(errors, samples, strict=True)]
 
@@ -134,7 +134,9 @@ def test_call_that_nobody_waits_for_any_more_is_not_made(scored: Scored) -> None
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 slow = resolve_reward(reward.name.replace(":pid", ":sleeps"))
-                await asyncio.gather(*(score(slow, {"id": "t"}, make_sample("x"), QUICK) for _ in range(50)))
+                await asyncio.gather(
+                    *(score_one(slow, {"id": "t"}, make_sample("x"), QUICK) for _ in range(50))
+                )
 
     started = time.monotonic()
     asyncio.run(main())
@@ -143,13 +145,19 @@ def test_call_that_nobody_waits_for_any_more_is_not_made(scored: Scored) -> None
     wait_until(lambda: pool._calls.empty())  # within a second, not fifty
 
 
+def value(reward: Reward) -> float | None:
+    sample = make_sample("x")
+    asyncio.run(score_one(reward, {"id": "t"}, sample))
+    return sample.reward
+
+
 def test_process_that_starts_later_runs_what_the_node_has_loaded(scored: Scored, tmp_path: Path) -> None:
     name = f"later_{tmp_path.name}"
     path = tmp_path / f"{name}.py"
     path.write_text("def score(task, completion): return 1\n")
     reward = resolve_reward(f"{name}:score")
     path.write_text("def score(task, completion): return 2\n")
-    assert asyncio.run(reward({"id": "t"}, "x")) == 1
+    assert value(reward) == 1
     module._pools.pop(f"{name}:score").close()
 
 
@@ -160,5 +168,5 @@ def test_reward_of_a_package_may_import_from_beside_it(scored: Scored, tmp_path:
     (package / "helper.py").write_text("VALUE = 3\n")
     (package / "rewards.py").write_text("from .helper import VALUE\ndef score(task, text): return VALUE\n")
     reward = resolve_reward(f"{package.name}.rewards:score")
-    assert asyncio.run(reward({"id": "t"}, "x")) == 3
+    assert value(reward) == 3
     module._pools.pop(f"{package.name}.rewards:score").close()

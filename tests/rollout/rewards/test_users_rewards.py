@@ -304,11 +304,11 @@ def test_module_that_fails_when_imported_is_an_error(tmp_path: Path, monkeypatch
 def test_module_that_is_here_is_answered_with_how_its_function_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_rewards.py").write_text("import no_such_library")
+    (tmp_path / "rewards_here.py").write_text("import no_such_library")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RewardSettingError, match="did you mean my_rewards:FUNCTION"):
-        resolve_reward("my_rewards")
-    with pytest.raises(EnvironmentSettingError, match="did you mean my_rewards:FUNCTION"):
-        resolve_environment("my_rewards")
+    with pytest.raises(RewardSettingError, match="did you mean rewards_here:FUNCTION"):
+        resolve_reward("rewards_here")
+    with pytest.raises(EnvironmentSettingError, match="did you mean rewards_here:FUNCTION"):
+        resolve_environment("rewards_here")
     with pytest.raises(PluginError, match="install it for this Python on every node, or"):
-        load_function("my_rewards:score")
+        load_function("rewards_here:score")

@@ -13,8 +13,10 @@ import pytest
 
 from rollout.processes.pool import ProcessPool
 from rollout.rewards.resolve import resolve_reward
+from rollout.rewards.reward import RewardError, score
 from rollout.tasks import reasoning_gym
 from rollout.tasks.task_set import Task, TaskError, is_file, load_tasks
+from tests.rollout.rewards.scoring import make_sample
 
 LEGS = "reasoning_gym:leg_counting,size=60"
 
@@ -40,7 +42,10 @@ def scores(task: Task, *completions: str) -> list[Any]:
     reward = resolve_reward("reasoning_gym")
 
     async def main() -> list[Any]:
-        return await asyncio.gather(*(reward(task, completion) for completion in completions))
+        samples = [make_sample(completion) for completion in completions]
+        for error in await score(reward, task, samples):
+            raise error
+        return [sample.reward for sample in samples]
 
     return asyncio.run(main())
 
@@ -164,7 +169,7 @@ def test_source_that_cannot_be_used_is_an_error_in_one_line(text: str, reason: s
 
 def test_a_task_of_another_version_of_the_library_is_an_error() -> None:
     task = {**load(LEGS)[0], "prompt": "How many?"}
-    with pytest.raises(RuntimeError, match="is another one with this version of reasoning_gym"):
+    with pytest.raises(RewardError, match="is another one with this version of reasoning_gym"):
         scores(task, "4")
     with pytest.raises(ValueError, match="it is no task of Reasoning Gym; give --tasks reasoning_gym:NAME"):
         scores({"id": "1", "prompt": "1+2="}, "3")

@@ -20,6 +20,7 @@ from rollout.slots import Slot
 from rollout.tasks.task_set import load_tasks
 from rollout.trajectory import Group
 from tests.rollout.collecting import collect
+from tests.rollout.rewards.scoring import scored
 from tests.rollout.rollout_helpers import RunningServer
 from tests.user_code import forget
 
@@ -86,11 +87,10 @@ def test_tasks_load(here: Path) -> None:
 
 
 def test_rewards_score(here: Path) -> None:
-    task = {"id": "a1", "answer": 85}
-    score, judge = resolve_reward("my_rewards:score"), resolve_reward("my_rewards:judge")
-    assert asyncio.run(score(task, "it is 85")) == 1.0
-    assert asyncio.run(score(task, "?" * 101)) == -0.1
-    assert asyncio.run(judge(task, "86")) == {"reward": 0.0, "characters": 2.0}
+    assert scored("my_rewards:score", "it is 85", answer=85).reward == 1.0
+    assert scored("my_rewards:score", "?" * 101, answer=85).reward == -0.1
+    judged = scored("my_rewards:judge", "86", answer=85)
+    assert (judged.reward, judged.metrics) == (0.0, {"characters": 2.0})
 
 
 def group_of(name: str, url: str) -> Group:

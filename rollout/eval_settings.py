@@ -71,7 +71,7 @@ class EvalSettings(Settings):
     interval: Annotated[int, Field(ge=0)] = 10
     """Evaluate in iteration 1 and every `interval` iterations after it; 0: never."""
     samples_per_task: Annotated[int, Field(ge=1)] = 1
-    """Samples of an evaluation task."""
+    """Samples per evaluation task."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -83,9 +83,9 @@ class EvalSettings(Settings):
     success: float = 1.0
     """A sample with this reward or more has solved its task; pass@k counts these."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest completion of an evaluation; null: as in training."""
+    """Maximum length of a completion in an evaluation; null: as in training."""
     max_tasks: Annotated[int, Field(ge=1)] = 512
-    """Evaluate on the first `max_tasks` tasks at most."""
+    """Evaluate on at most the first `max_tasks` tasks."""
     columns: dict[str, str] = {}
     """The setting `columns` for the evaluation tasks; default: the same."""
     sets: Annotated[dict[str, EvalSetSettings], BeforeValidator(partial(nested, "eval.sets"))] = {}

@@ -47,27 +47,31 @@ def each_joined(value: Any) -> Any:
 
 
 class RolloutSettings(Settings):
-    """What is generated in an iteration, and how it is scored."""
+    """What an iteration generates, and how it is scored."""
 
     tasks_per_iteration: Annotated[int, Field(ge=1)] = 128
-    """Slots of a training iteration; each slot holds one task, which becomes one group."""
+    """Tasks per iteration; the samples of each task form one group."""
     samples_per_task: Annotated[int, Field(ge=1)] = 8
-    """Samples of a group."""
+    """Samples per task."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Longest completion, in tokens. The default is less where the model's context is shorter: one token
-    of it is left for a prompt."""
+    """Maximum length of a completion, in tokens. The default is smaller if the model's context is shorter,
+    and leaves one token for the prompt.
+    """
     segment_tokens: Annotated[int, Field(ge=1)] | None = None
-    """An iteration adds at most so many tokens to a sample. The next iteration goes on with what is
-    unfinished then, by its own policy. A group is trained in the iteration in which its last sample ends.
-    null: a sample is made in one iteration. Only for environment=single_turn without `stop`."""
+    """Partial rollouts: an iteration adds at most this many tokens to a sample, and the next iteration
+    continues it with its own policy. A group is trained on in the iteration in which its last sample
+    ends. null: a sample is made in one iteration. Only for environment=single_turn without `stop`.
+    """
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the engine's logprobs can no longer be compared with the trainer's."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from so many of the likeliest tokens; 0: all. It does to logprobs what `top_p` does."""
+    """Sample from this many of the most likely tokens; 0: all. It affects logprobs as `top_p` does."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens whose probability is below min_p x that of the likeliest; it does what `top_p` does."""
+    """Drop tokens whose probability is below min_p x that of the most likely one. It affects logprobs as
+    `top_p` does.
+    """
     stop: tuple[str, ...] = ()
     """Strings that end a completion, in addition to the end-of-sequence token."""
     tool_parser: Literal[
@@ -77,15 +81,17 @@ class RolloutSettings(Settings):
     chat_template: dict[str, Any] = {}
     """Variables for the model's chat template, e.g. rollout.chat_template.enable_thinking=false."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """A system message before the `messages` of each task that has none."""
+    """A system message for each task whose `messages` have none."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tasks with more tokens, by the model's own chat template, are left out and counted; null: none."""
     reasoning_end: Annotated[str, Field(min_length=1)] | None = None
-    """What ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and the
-    reasoning as the field `reasoning` of the task. null: the reward gets the whole text."""
+    """The text that ends a model's reasoning, e.g. </think>. The reward then gets only what follows it, and
+    finds the reasoning in the task's field `reasoning`. null: the reward gets the whole text.
+    """
     thinking_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longest reasoning: one that is longer is ended by `reasoning_end`, so that the rest of `max_tokens` is
-    left for the answer. Only for environment=single_turn."""
+    """Maximum length of the reasoning, in tokens: longer reasoning is ended with `reasoning_end`, so that the
+    rest of `max_tokens` is left for the answer. Only for environment=single_turn.
+    """
     history: Literal["sampled", "template"] = "sampled"
     """What the model sees of earlier turns behind an agent's base_url. sampled: the tokens as they were
     sampled. template: what the chat template makes of the messages; if that has another beginning, a new
@@ -97,28 +103,30 @@ class RolloutSettings(Settings):
     """Nodes claim their groups while the rollout goes on, so that none waits for another; false: the groups
     are split by weight beforehand. null: true without `cluster.rank_weights`."""
     group_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """A group whose samples take longer to generate, or longer to score, is given up."""
+    """A group whose samples take longer than this to generate, or to score, is dropped."""
     completion_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Once this fraction of a node's groups is finished, the rest have `grace_period_s` left. The groups of
     the other nodes count too once these have made theirs."""
     grace_period_s: Annotated[float, Field(ge=0)] = 60.0
-    """A group that is not finished by then is cancelled and given up: reported, and not trained on."""
+    """A group that is not finished by then is cancelled and dropped: it is reported, and not trained on."""
     over_sample: Annotated[float, Field(ge=1)] = 1.0
-    """Begin this many times the groups that are needed, and keep the first to finish."""
+    """Start this many times the groups that are needed, and keep the first to finish."""
     dynamic_sampling: bool = False
-    """Replace groups whose samples all have the same reward by groups of further tasks."""
+    """Replace groups whose samples all have the same reward with groups of other tasks."""
     dynamic_limit: Annotated[float, Field(ge=1)] = 3.0
-    """How many times `tasks_per_iteration` dynamic sampling may begin in an iteration."""
+    """Dynamic sampling may start at most this many times `tasks_per_iteration` groups."""
     on_reward_error: Literal["sample", "run"] = "sample"
-    """What ends when a reward function raises: the sample (counted, the first traceback logged), or the
-    run."""
+    """What is given up when a reward function raises: the sample (it is counted, and the first traceback is
+    logged), or the run.
+    """
     reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """A sync reward function that takes longer for a completion is ended, and the sample is lost."""
+    """A call of a sync reward function that takes longer is killed, and its sample is dropped."""
     reward_processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes of a node that call a sync reward function; null: one a core, 8 at most."""
+    """Processes per node that call sync reward functions; null: one per core, at most 8."""
     task_sampling: Literal["uniform", "ratio", "curriculum"] = "uniform"
-    """Which tasks come next. uniform: all in a random order before any comes again; ratio: classes of tasks
-    in fixed shares; curriculum: prefers tasks that past policies sometimes solved."""
+    """Which tasks come next. uniform: all in random order before any is repeated; ratio: classes of tasks in
+    fixed proportions; curriculum: prefer tasks that past policies sometimes solved.
+    """
     ratio_field: str = "source"
     """The field of a task that names its class."""
     ratio: dict[str, Annotated[float, Field(ge=0)]] = {}
@@ -129,7 +137,7 @@ class RolloutSettings(Settings):
     part_interval_s: Annotated[float, Field(gt=0)] = 2.0
     """Finished groups are made durable at least this often."""
     seed: int = 0
-    """Seed of the run; it decides the tasks, the samples and the built-in model."""
+    """Seed of the run, from which tasks, samples and the built-in model follow."""
     reward: Annotated[str, BeforeValidator(joined)] = "exact"
     """exact, numeric, regex, length, math, reasoning_gym, code, module:function, http://HOST:PORT/PATH, or
     judge:URL,model=NAME. Several are added up, each with its weight: --reward math=1 --reward length=-0.1, in
@@ -210,9 +218,9 @@ class EngineSettings(Settings):
     """The server that generates."""
 
     kind: Literal["auto", "vllm", "torch"] = "auto"
-    """auto: vLLM where it is installed and finds a GPU, else torch, the embedded engine."""
+    """auto: vLLM if it is installed and finds a GPU, else torch, the embedded engine."""
     url: Annotated[str | None, Mark.PER_MACHINE] = None
-    """Base URL, without /v1, of a server that the user runs; a run never starts or stops it."""
+    """Base URL, without /v1, of your own vLLM server; a run never starts or stops it."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Number type of the embedded engine. float64: a sample does not depend on the rest of its batch."""
     max_batch: Annotated[int, Field(ge=1), Mark.PER_GUEST] = 256
@@ -221,8 +229,9 @@ class EngineSettings(Settings):
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas. null: the fewest
     that hold the weights in 0.6 of their memory."""
     deterministic: bool = False
-    """Have vLLM compute a sequence alike whatever is beside it (its batch invariance), and draw each sample
-    by its own seed, so that none depends on its node. The embedded engine does so anyway."""
+    """Use vLLM's batch invariance, and a seed per sample, so that a sample depends neither on its batch nor
+    on its node. The embedded engine always does so.
+    """
     sleep: Literal[1, 2, "restart"] | None = None
     """How vLLM frees its GPU for the trainer: 1 keeps the weights in host memory, 2 drops them, restart ends
     the server. null: 1 with adapters, whose model is needed again, else 2."""
@@ -232,14 +241,14 @@ class EngineSettings(Settings):
     computes in bfloat16, 1.5 with trainer.lora.base_dtype=nf4, and then, if the weights are proved by
     content, there is only a warning."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A server that has not answered by then has failed."""
+    """A server that has not answered after this time has failed."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest time that one request to the server may take."""
+    """Maximum time of one request to the server."""
     health_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """A server that the run started is killed and started again if it does not answer for this long
     while it generates."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a node starts a server that died again within one rollout."""
+    """How often a node may restart a server that died, per rollout."""
     args: Annotated[dict[str, Any], Mark.PER_GUEST] = {}
     """Further arguments of `vllm serve`."""
 

@@ -46,8 +46,7 @@ class LossSettings(Settings):
     """How advantages are made of rewards, and what the loss makes of them."""
 
     algorithm: str = "default"
-    """A preset of trainer.algorithms: its values for the settings down to `replay_power` hold unless these
-    are given themselves."""
+    """A preset: it sets the settings below, down to `replay_power`, unless you give them yourself."""
     advantage: Annotated[Advantage, Mark.SHAPES_BATCH] = "centred"
     """How a reward r becomes an advantage. centred: r - mean of its group; standardised: that over the
     group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
@@ -61,7 +60,7 @@ class LossSettings(Settings):
     state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
     """The weight in credit=state."""
     turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
-    """What the next turn's return counts for; 0: a turn has only its own reward."""
+    """The discount of the next turn's return; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
     sample (beta of DPO and KTO)."""
@@ -95,15 +94,16 @@ class LossSettings(Settings):
     kl: Annotated[Estimate, Mark.SHAPES_BATCH] = "off"
     """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
     kl_to: Annotated[Literal["base", "teacher"], Mark.SHAPES_BATCH] = "base"
-    """What `kl` holds the policy close to: the model that the run started from, or rollout.teacher."""
+    """The reference of `kl`: the base model, or rollout.teacher."""
     kl_in: Annotated[Literal["loss", "token_reward", "reward"], Mark.SHAPES_BATCH] = "loss"
     """Where `kl` goes. loss: added to that of each token (GRPO); token_reward: taken from the reward of each
     token, and so from the advantages of those up to it (PPO); reward: its sum, from the sample's (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
-    """What `kl` is multiplied by."""
+    """The coefficient of `kl`."""
     entropy_bonus: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 0.0
-    """How much of the policy's entropy, a mean over the trained tokens, the loss falls by (A3C, arXiv
-    1602.01783), e.g. 0.001; 0: nothing."""
+    """The coefficient of the policy's mean entropy, which is subtracted from the loss (A3C, arXiv
+    1602.01783), e.g. 0.001; 0: off.
+    """
     entropy_target: Annotated[Annotated[float, Field(gt=0)] | None, Mark.SHAPES_BATCH] = None
     """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
     `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
@@ -123,7 +123,7 @@ class LossSettings(Settings):
     sources: Annotated[dict[str, SourceSettings], BeforeValidator(by_source)] = Field(default={})
     """What differs for tasks of a source: see `trainer.sources.NAME`."""
     max_off_policy_steps: Annotated[Annotated[int, Field(ge=0)] | None, Mark.SHAPES_BATCH] = None
-    """Do not train on tokens of a policy that is more trainings old than this; null: on all."""
+    """Do not train on tokens of a policy that is more iterations old than this; null: train on all."""
     replay_window: Annotated[int, Field(ge=1), Mark.SHAPES_BATCH] = 1
     """Draw a batch from the groups of this many iterations, this one included; 1: on-policy."""
     replay_power: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 1.0

@@ -46,7 +46,7 @@ class TrainerSettings(LossSettings):
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps over which the learning rate rises from 0, counted over the whole run."""
     global_batch_size: Annotated[int, Field(ge=1)] = 512
-    """Sequences of one optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
     passes: Annotated[int, Field(ge=1)] = 1
     """How often an iteration's sequences are trained on; the ratio is to the policy before the first step."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -56,7 +56,7 @@ class TrainerSettings(LossSettings):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The optimizer's weight decay; not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global norm of the gradient, after the reduction over all ranks."""
+    """Maximum global norm of the gradient, over all ranks."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192
     """Pack sequences into microbatches of at most this many tokens (a longer sequence is one by itself)."""
 
@@ -73,9 +73,9 @@ class TrainerSettings(LossSettings):
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
     """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs of a node that share each layer."""
+    """Number of GPUs of a node that share each layer."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
-    """GPUs of a node that share each sequence (Ulysses)."""
+    """Number of GPUs of a node that share each sequence (Ulysses)."""
     activation_checkpointing: bool = True
     """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
     sharded."""
@@ -87,7 +87,7 @@ class TrainerSettings(LossSettings):
     freeze_vision: bool = True
     """Leave vision tower and projector as they are, without adapters."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Number type of what layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type in which layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number type of the weights that are served; auto: that of the layers. Logprobs are computed with
     weights that are rounded as the served ones are, or as layers compute."""
@@ -103,7 +103,7 @@ class TrainerSettings(LossSettings):
     keep_alive: bool = True
     """Keep the training job between iterations; false: launch a new one for each."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """How often training of an iteration is tried, each time from the last checkpoint."""
+    """Attempts to train an iteration, each from the last checkpoint."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long the processes of all nodes may take to connect."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 900.0

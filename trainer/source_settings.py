@@ -64,7 +64,7 @@ class SourceSettings(Settings):
     """
 
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """What their advantages are multiplied by."""
+    """Factor of the advantages of the source's samples."""
     algorithm: str | None = None
     """The source's `trainer.algorithm`; its values hold for all settings down to `kl_coefficient`."""
     advantage: Advantage | None = None

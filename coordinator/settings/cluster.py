@@ -60,30 +60,34 @@ class ClusterSettings(Settings):
     """The nodes, and how long they wait for each other."""
 
     num_nodes: Annotated[int, Field(ge=1)] = 1
-    """Nodes of the run, the master included."""
+    """Number of nodes, including the master."""
     rank_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
-    """One positive number per node: its share of the tasks and of the training tokens. Default: nodes claim
-    the tasks (`rollout.claims`), and train by their numbers of GPUs."""
+    """One positive number per node: its share of the tasks and of the training tokens. Default: each node
+    takes new tasks when it is free (`rollout.claims`), and trains in proportion to its GPUs.
+    """
     expect_gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_gpus)] = None
-    """GPUs that must be there before work starts: the total of all nodes, or one number per node."""
+    """GPUs that must be present before work starts: the total of all nodes, or one number per node."""
     place: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Devices that generate and devices that train, e.g. rollout=0-5 and train=6,7: two crews, which work at
-    the same time. A device is a GPU, or a node without GPUs; default: all do both, in turns."""
+    """Devices that only generate and devices that only train, at the same time, e.g. rollout=0-5 and
+    train=6,7. A device is a GPU, or a node without GPUs. Default: all do both, in turns.
+    """
     beat_s: Annotated[float, Field(gt=0)] = 2.0
-    """Seconds between two heartbeats of a node; with more than a hundred nodes they are rarer."""
+    """Seconds between two heartbeats of a node; longer with more than a hundred nodes."""
     node_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """A node is lost when its heartbeat has not changed for longer."""
+    """A node counts as lost when its heartbeat has not changed for this long."""
     rejoin_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long nodes wait for the others to come, or to come back."""
+    """How long nodes wait for other nodes to start, or to come back."""
     poll_max_s: Annotated[float, Field(gt=0)] = 0.5
     """Longest pause between two listings while a node waits; with hundreds of nodes it is longer."""
     local_dir: Annotated[str | None, Mark.PER_MACHINE] = None
     """A directory on the node's own disk, for copies of models that are on a shared one; default: $TMPDIR."""
     max_async_level: Annotated[int, Field(ge=0)] = 0
-    """Iteration i is sampled by exactly the policy of iteration max(0, i - 1 - max_async_level); 0: always by
-    the newest."""
+    """How many iterations the samples lag: iteration i is sampled by the policy of iteration max(0, i - 1 -
+    max_async_level); 0: always by the newest.
+    """
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
-    """When a node is lost: wait until it is back, go on with those that are left, or end (exit code 3)."""
+    """When a node is lost: wait until it is back, continue with the others (shrink), or stop (exit code 3).
+    """
     groups: Annotated[Groups, BeforeValidator(partial(nested, "cluster.groups"))] = Field(default={})
     """Nodes that differ from the others, by a name of your own: see `cluster.groups.NAME`."""
 

@@ -33,17 +33,19 @@ class SettingFields(Settings):
     reasoning_gym:NAME,PARAMETER=VALUE,..., verifiers:NAME,PARAMETER=VALUE,...,
     gym:MODULE:CLASS,PARAMETER=VALUE,..., or openenv:URL,PARAMETER=VALUE,..."""
     columns: dict[str, str] = Field(default={})
-    """Which column of the data is a field of the task: columns.prompt=question, columns.answer=solution."""
+    """Maps fields of the task to columns of the data: columns.prompt=question, columns.answer=solution."""
     eval_tasks: str | None = None
-    """`tasks` of evaluation; default: what `tasks` generates for evaluation, if it is not a file."""
+    """Evaluation tasks, as `tasks`; default: those that `tasks` generates for evaluation, if it is not a
+    file.
+    """
     data_path: Annotated[str | None, Mark.PER_MACHINE] = None
     """Read-only shared data: relative paths of task files and models start here, and HF_HOME is below it."""
     rl_phase: Literal["both", "rollout", "update"] = "both"
-    """Which half of an iteration runs."""
+    """Run only one half of an iteration, or both."""
     rollout_split: Literal["train-only", "eval-only"] | None = None
     """Do only this part of the rollout; default: both."""
     iterations: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this iteration; default: go on until stopped."""
+    """Stop after this iteration; default: run until stopped."""
     cluster: ClusterSettings = ClusterSettings()
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()

@@ -62,6 +62,8 @@ def node(
 ) -> int:
     """Start a node of a run: post-train a language model on machines that share only a directory.
 
+    Example: run --model Qwen/Qwen3-0.6B --tasks tasks.jsonl --reward numeric
+
     To resume, type the same command again, on any node, whatever happened. Settings that you leave out stay
     as they were at the last start.
     """

@@ -34,7 +34,7 @@ Flagpost keeps sequences shorter than that: for Phi 3.5 the context is 4096 toke
 - **embedded engine**: generation for prompts of two lengths at once, in its default float64; the largest
   difference between its logprobs and the trainer's.
 - **vLLM**: the same with vLLM on a CPU, before and after it has reloaded and verified the weights
-  ([gpus.md](gpus.md#what-is-proved)). \\*: using transformers' code.
+  ([gpus.md](gpus.md#how-weights-are-verified)). \\*: using transformers' code.
 """
 
 PICTURES = """## With pictures

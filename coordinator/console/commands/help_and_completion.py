@@ -11,7 +11,7 @@ from coordinator.console.commands.names import GROUPS
 from coordinator.console.commands.options import parameter_names
 from coordinator.settings.tree import SettingsError
 
-SETTINGS = "Settings; any other one as KEY=VALUE, --dry-run prints all"
+SETTINGS = "Settings; give any other as KEY=VALUE, and see all with --dry-run"
 
 
 class StartCommand(TyperCommand):

@@ -106,10 +106,11 @@ def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], w
     same = len(measured.devices) == len(findings.measured.devices)
     lines = [
         f"measured: {iterations_text(findings.numbers)} of {findings.root}, in {crews} of "
-        f"{_count(findings.measured)}; {_seconds(findings.now_s)} s from begin to end of one"
+        f"{_count(findings.measured)}; {_seconds(findings.now_s)} s per iteration"
     ]
     lines += [
-        f"  rank {rank}: {rate:,.0f} tokens a busy second" for rank, rate in findings.machine_rates.items()
+        f"  rank {rank}: {rate:,.0f} tokens per second while busy"
+        for rank, rate in findings.machine_rates.items()
     ]
     other_seconds = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
     lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in other_seconds.items()))
@@ -180,7 +181,7 @@ def _verdict(findings: Findings, measured: RunFigures, options: Sequence[Option]
             else "go back to one crew"
         )
     if len(measured.devices) == 1:
-        return "stay with one crew: with one device nothing is gained by two crews"
+        return "stay with one crew: one device cannot be split"
     if not splits:
         return "stay with one crew: no split of the devices is possible"
     return f"stay with one crew: the best split would take {_seconds(splits[0].seconds)} s"

@@ -253,7 +253,7 @@ def test_plan_ends_with_the_command_to_type(tmp_path: Path, run: Any) -> None:
 def test_one_device_stays_collocated_and_there_is_nothing_to_type(tmp_path: Path, run: Any) -> None:
     root = write_run(tmp_path / "run", [1], [1000.0], train_s=20.0)
     out = run(root)[1]
-    assert out.splitlines()[-1].startswith("stay with one crew: with one device")
+    assert out.splitlines()[-1].startswith("stay with one crew: one device")
     rows = {line[:42].strip(): line[42:].split() for line in out.splitlines() if line[42:]}
     alone, beside = rows["one crew, 1 device"], rows["and run guest on 1 more"]
     assert float(beside[0]) == pytest.approx(float(alone[0]) / 2, rel=0.1) and beside[1:3] == alone[1:3]

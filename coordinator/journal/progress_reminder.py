@@ -10,6 +10,8 @@ FIRST_S = 10.0
 """After this long without a line the first one says what goes on."""
 LONGEST_S = 60.0
 """Pauses between two such lines double up to this long, as long as the same goes on."""
+NEW_S = 3.0
+"""What has begun just now is said only after another such pause: `training, 0 s so far` says nothing."""
 LOOK_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class ProgressReminder(logging.Handler):
         self._say = say
         self._now_s = now_s
         self._first_s = self._pause_s = first_s
-        self._heard_s = now_s()
+        self._heard_s = self._began_s = now_s()
         self._same: object = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,8 +45,9 @@ class ProgressReminder(logging.Handler):
         """Say what goes on, if nothing was said for the present pause."""
         same, text = self._doing()
         if same != self._same:
-            self._same, self._pause_s = same, self._first_s
-        if self._now_s() - self._heard_s >= self._pause_s:
+            self._same, self._pause_s, self._began_s = same, self._first_s, self._now_s()
+        is_new = self._now_s() - self._began_s < NEW_S
+        if self._now_s() - self._heard_s >= self._pause_s * (2 if is_new else 1):
             self._heard_s = self._now_s()
             self._pause_s = min(2 * self._pause_s, max(LONGEST_S, self._first_s))
             self._say(text)

@@ -257,7 +257,7 @@ class Watch:
             if timeout_s is not None and waited_s > timeout_s:
                 return None
             if waited_s > say_s:
-                log.info("waiting for %s for %.0f s", missing(), waited_s)
+                log.info("waited %.0f s for %s", waited_s, missing())
                 say_s += SAY_AGAIN_S
             least_s, most_s = self._cluster.pause_bounds_s
             self._wake.wait(min(max(0.05 * waited_s, least_s), most_s) * random.uniform(1.0, 1.4))

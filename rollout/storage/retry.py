@@ -58,7 +58,7 @@ class SharedFsError(OSError):
         hint = {
             errno.ENOSPC: "; free some space there",
             errno.EDQUOT: "; your quota there is used up: free some space",
-            errno.EACCES: "; check who may write there",
+            errno.EACCES: "; check its owner and permissions",
             errno.EROFS: "; it is mounted read-only",
         }.get(error.errno or 0, "")
         free = _free_space(path) if error.errno in FULL else ""

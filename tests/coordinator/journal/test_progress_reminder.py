@@ -46,6 +46,24 @@ def test_line_that_others_have_logged_breaks_the_silence() -> None:
     assert scene.said == [(19.0, "starting the engine")]
 
 
+def test_what_has_begun_just_now_is_not_said_yet() -> None:
+    scene = Scene()
+    scene.pass_by(9)
+    scene.doing = ("training", "training")
+    scene.pass_by(3)
+    assert scene.said == []
+    scene.pass_by(1)
+    assert scene.said == [(13.0, "training")]
+
+
+def test_what_changes_all_the_time_is_said_too() -> None:
+    scene = Scene()
+    for number in range(40):
+        scene.doing = (number, f"number {number}")
+        scene.pass_by(1)
+    assert [now_s for now_s, _ in scene.said] == [20.0, 40.0]
+
+
 def test_something_else_that_goes_on_is_said_after_ten_seconds_again() -> None:
     scene = Scene()
     scene.pass_by(70)

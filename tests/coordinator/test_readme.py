@@ -1,7 +1,6 @@
 """The table of docs/protocol.md, `Phase` and the main loop say the same; what README claims is so."""
 
 import ast
-import asyncio
 import inspect
 import re
 import sys
@@ -12,9 +11,9 @@ import pytest
 
 from coordinator.phases.table import run_iteration
 from coordinator.protocol.phase import ActsIn, Phase, phases_of
-from rollout.rewards.resolve import resolve_reward
 from rollout.tasks.task_set import load_tasks
 from tests.coordinator.test_imports import FLOORS
+from tests.rollout.rewards.scoring import scored
 from tests.user_code import forget
 
 REPOSITORY = Path(__file__).parents[2]
@@ -140,10 +139,10 @@ def test_reward_and_tasks_of_the_readme_work(tmp_path: Path, monkeypatch: pytest
     del sys.modules[name.removesuffix(".py")]
     (command,) = [command for command in commands() if "--reward" in command]
     assert "--tasks tasks.jsonl" in command
-    score = resolve_reward(re.findall(r"--reward (\S+)", command)[0])
+    (reward,) = re.findall(r"--reward (\S+)", command)
     for task in load_tasks("tasks.jsonl", seed=0, split="train").tasks:
-        assert asyncio.run(score(task, "27 + 58 = 85.")) == 1.0
-        assert asyncio.run(score(task, "none")) == 0.0
+        assert scored(reward, "27 + 58 = 85.", **task).reward == 1.0
+        assert scored(reward, "none", **task).reward == 0.0
 
 
 def test_picture_of_the_readme_is_small() -> None:

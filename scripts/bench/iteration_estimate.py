@@ -66,8 +66,8 @@ def seconds(case: Case) -> dict[str, float]:
         "train": TRAINED_FLOP * case.parameters * case.samples * case.tokens / (REACHED * FLOPS * ranks),
         "engine sleeps and wakes": WOKEN_S,
         "trainer leaves the GPU and comes back": 2 * STATE_BYTES * case.parameters / ranks / BUS,
-        "weights go to each node's files": weights / case.gpus * (1 / BUS + 1 / CACHED + 1 / HASHED),
-        "engine loads and proves them": weights / LOADED,
+        "each node writes the weights to its disk": weights / case.gpus * (1 / BUS + 1 / CACHED + 1 / HASHED),
+        "engine loads and verifies them": weights / LOADED,
     }
 
 
@@ -77,7 +77,7 @@ def table() -> str:
     rows = [["estimated seconds", *(case.name for case in CASES)], ["---"] * (1 + len(CASES))]
     rows += [[name, *(f"{column[name]:.1f}" for column in columns)] for name in columns[0]]
     shares = [1 - (column["generate"] + column["train"]) / sum(column.values()) for column in columns]
-    rows.append(["beside generating and training", *(f"{share:.0%}" for share in shares)])
+    rows.append(["overhead of all this", *(f"{share:.0%}" for share in shares)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

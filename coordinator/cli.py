@@ -24,13 +24,14 @@ from coordinator.console.commands.arguments import (
     DebugMode,
     DryRun,
     LogPath,
+    LogPathOrNone,
     Reset,
     SettingsOnly,
     Words,
     new_app,
     option,
 )
-from coordinator.console.commands.names import GUEST, LOCAL
+from coordinator.console.commands.names import GUEST, LOCAL, as_help
 from coordinator.console.commands.parse import COMMANDS
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def local(
 
 def guest(
     words: Words = None,
-    log_path: LogPath = Path("runs/default"),
+    log_path: LogPathOrNone = None,
     name: Annotated[
         str,
         option(
@@ -196,8 +197,9 @@ def guest(
         from coordinator.main import run_guest
         from coordinator.start.log_path import ready_machine
         from coordinator.start.request import StartRequest
+        from coordinator.start.run_json import run_to_help
 
-    root = ready_machine(log_path.absolute())
+    root = ready_machine(run_to_help(log_path))
     request = StartRequest(root, overrides=overrides, allow_shared_dir=allow_shared_dir, guest=name)
     return run_guest(request, logs.set_up(None))
 
@@ -274,7 +276,7 @@ def main() -> int:
         from coordinator.console.commands.help_and_completion import complete
 
         return complete(program, {name: _app(name) for name in (PROGRAM, LOCAL, GUEST, *COMMANDS)})
-    arguments = sys.argv[1:]
+    arguments = as_help(sys.argv[1:])
     names = [name for name in arguments[:1] if name in (LOCAL, GUEST, *COMMANDS)]
     from coordinator.console.commands.typos import with_all_resets
     from coordinator.settings.tree import SettingsError
@@ -309,9 +311,8 @@ def _failure(error: Exception, command: str, arguments: list[str]) -> tuple[str,
         from coordinator.console.commands.typos import of_option
 
         text = plain(of_option(error, arguments)).rstrip(".")
-        if "\n" in text:
-            return f"{text}\n  see {command} --help", 2
-        return f"{text}{' See' if text.endswith('?') else '; see'} {command} --help", 2
+        ends = "\n  see" if "\n" in text else " See" if text.endswith("?") else "; see"
+        return f"{text}{ends} {command} --help", 2
     if (reason := explained(error)) is not error:
         return str(reason), 1
     if isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/"):

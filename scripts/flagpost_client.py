@@ -316,11 +316,26 @@ def _sha256(path: Path) -> str:
 # ---- the command line
 
 
+_OURS = {
+    r"^the following arguments are required: (.*)": r"\1 is missing",
+    r"^argument ([^:]*): expected one argument$": r"\1: a value is missing",
+    r"^argument ([^:]*): ignored explicit argument '(.*)'$": r"\1=\2: it takes no value; leave that out",
+    r"^argument ([^:]*): invalid int value: '(.*)'$": r"\1 \2: give a whole number",
+    r"^argument ([^:]*): invalid choice: '(.*?)' \(choose from (.*)\)$": r"\2: there is \3",
+    r"--out/-o": "-o DIR",
+    r"--lines/-n": "--lines",
+}
+"""What argparse says, as patterns, and what we say."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ServerError(f"{message}; see {self.prog} --help")
+        text = message
+        for pattern, words in _OURS.items():
+            text = re.sub(pattern, words, text)
+        raise ServerError(f"{text}; see {self.prog} --help")
 
     def format_usage(self) -> str:
         return super().format_usage().replace("usage:", "Usage:", 1)
@@ -351,14 +366,17 @@ def main(arguments: Sequence[str] | None = None, program: str = "flagpost_client
         has_path = any(word.partition("=")[0] == "--log-path" for word in words)
         if words and words[0] in OF_RUNS and (has_path or words in (["stop"], ["resume"], ["fetch"])):
             name = f"{words[0]} --log-path" if has_path else words[0]
-            raise ServerError(f"run {name}: is for the jobs of a server (run serve); {OF_RUNS[words[0]]}")
+            raise ServerError(f"run {name} is for the jobs of a server (run serve); {OF_RUNS[words[0]]}")
         typed, later_words = parser.parse_known_args(words)
         if "/" in (getattr(typed, "name", None) or "") and typed.command in OF_RUNS:
             raise ServerError(
                 f"run {typed.command} {typed.name}: give the name of a job; {OF_RUNS[typed.command]}"
             )
         if later_words and typed.command != "submit":
-            parser.error(f"unrecognized arguments: {' '.join(later_words)}")
+            raise ServerError(
+                f"{' '.join(later_words)}: {typed.command} takes no such word; leave it out, or see "
+                f"{program} {typed.command} --help"
+            )
         return typed.call(_server(typed), typed, later_words)
     except ServerError as error:
         print(f"run: {_plain(str(error))}", file=sys.stderr)

@@ -26,7 +26,7 @@ _CRITICS = (
 )
 ELSEWHERE = {
     **dict.fromkeys(("ppo", "gae", "vapo"), _CRITICS),
-    **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), "did you mean reinforce++?"),
+    **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), "take reinforce++"),
     "bnpo": "take trainer.algorithm=grpo trainer.aggregation=token",
     "remax": "take rloo, which compares with the other samples in place of a greedy one",
     "opo": "take rloo, which compares with the mean of the other samples, whatever their lengths",
@@ -288,6 +288,6 @@ def _refuse_unknown(algorithm: Any) -> None:
         return
     word = str(algorithm).lower()
     near = difflib.get_close_matches(word, PRESETS, n=1, cutoff=0.7)
-    advice = f"; did you mean {near[0]}?" if near else ""
-    advice = f"; {ELSEWHERE[word]}" if word in ELSEWHERE else advice
-    raise ValueError(f"trainer.algorithm={algorithm}: there is {', '.join(PRESETS)}{advice}")
+    advice = f"did you mean {near[0]}? There" if near else "there"
+    advice = f"{ELSEWHERE[word]}; there" if word in ELSEWHERE else advice
+    raise ValueError(f"trainer.algorithm={algorithm}: {advice} is {', '.join(PRESETS)}")

@@ -18,6 +18,7 @@ from coordinator.settings import suggestions
 from coordinator.settings.groups import GroupSettings, refuse_absent
 from coordinator.settings.setting_names import as_typed, checked, fields, known_keys, show
 from coordinator.settings.tree import RunSettings, SettingsError
+from coordinator.settings.wrong_values import advice_on
 from rollout.eval_settings import EvalSetSettings
 from rollout.settings import TINY, joined
 from trainer.source_settings import SourceSettings
@@ -271,11 +272,10 @@ def _line(first: ErrorDetails, key: str = "") -> str:
         return f"{option_name(key)}= is empty (a variable that is not set?); give a value"
     if first["type"] in ("dict_type", "mapping_type") and key in OPEN:
         return f"{key}={typed}: it has entries; give each as {key}.NAME=VALUE"
-    text = first["msg"].partition(", unable to")[0]
     value = suggestions.value_here(key, first["input"])
     advice = suggestions.by_value(key, first["input"]) or (f"did you mean {value}?" if value else "")
     advice = f"; {advice}" if advice else ""
-    return f"{option_name(key)}={typed}: {text[0].lower()}{text[1:]}{advice}"
+    return f"{option_name(key)}={typed}: {advice_on(cast('Mapping[str, Any]', first))}{advice}"
 
 
 def refuse_unknown(overrides: Mapping[str, Any]) -> None:

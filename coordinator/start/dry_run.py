@@ -23,7 +23,7 @@ from coordinator.start.inputs import (
     refuse_no_name,
 )
 from coordinator.start.last_settings import changes
-from coordinator.start.log_path import check_log_path
+from coordinator.start.log_path import check_log_path, check_new_run
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens
 from coordinator.start.refusals_of_tasks import refuse_no_evaluation, refuse_unrendered
@@ -119,6 +119,8 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
             code = [text for _file, text in functions.sources.values()]
             look_at_text(settings, model, tasks, engine_of(settings, MASTER), code)
             notes += first_prompt(settings, model, tasks)
+    if root is not None and not has_run(root):
+        check_new_run(root, settings)
     if root is not None and has_run(root):
         refuse_fewer_iterations(root, settings)
         are_shorter = model is None and settings.rollout.max_prompt_tokens is not None  # not yet

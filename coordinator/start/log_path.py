@@ -1,6 +1,7 @@
 """The path of a run directory, before anything is written: what cannot become one is refused."""
 
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -11,17 +12,23 @@ from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
 from coordinator.protocol.exits import NodeEnded
-from coordinator.settings.tree import SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.run_json import (
     has_run,
 )
 from rollout.environment_variables import is_utf8
 from rollout.storage import files
 
+log = logging.getLogger(__name__)
+
 KEEPS_NOTHING = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs", "tracefs", "mqueue"}
 """Filesystems that show the kernel: no directory can be made there."""
 _REMOTE = re.compile(r"[\w.-]+:")
 """How what is elsewhere begins: s3://bucket/run, node-a:/shared/run."""
+OWN = ("doctor", "job", "protocol")
+"""What a run directory may have before its run: of `run doctor`, of a job of a server, of two crews."""
+SHOWN = 3
+"""So many files of others are named."""
 ASKED = 5
 """How often a filesystem that says no is asked whether this user may write: its errors look the same."""
 
@@ -59,6 +66,23 @@ def check_log_path(root: Path, option: str = "--log-path") -> None:
         raise SettingsError(
             f"{option} {root}: is within the run {root.parent}; give that one, or a directory of its own"
         )
+
+
+def check_new_run(root: Path, settings: RunSettings) -> None:
+    """Raise SettingsError for a run that begins without the samples it would train on. Log a line if its
+    directory already holds files of others.
+    """
+    if settings.rl_phase == "update":
+        raise SettingsError(
+            f"--rl-phase update: no run is at {root}, whose samples could be trained on; make them with "
+            "--rl-phase rollout"
+        )
+    if not files.is_directory(root):
+        return
+    names = [name for name in sorted(files.listing(root)) if name[0] != "." and name not in OWN]
+    if names:
+        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        log.warning("--log-path %s holds no run, but %s; the run's files go beside them", root, shown)
 
 
 def refuse_kernel(root: Path, existing: Path, option: str = "--log-path") -> None:

@@ -63,6 +63,9 @@ def odd_settings(settings: RunSettings, overrides: Mapping[str, Any], has_end: b
                 other = works_with[0].removeprefix("trainer.")
                 value = getattr(trainer, other)
                 yield from _unread(f"{section}.{field}", typed, f"{section}.{other}", value, works_with[1])
+    if shares := [key for key in overrides if f"{key}.".startswith("rollout.ratio.")]:
+        sampling = settings.rollout.task_sampling
+        yield from _unread(shares[0], overrides[shares[0]], "rollout.task_sampling", sampling, ("ratio",))
     yield from _of_learning(settings, overrides)
     if settings.rl_phase != "rollout" and overrides.keys() & RATES:  # a trial of a few steps asks for none
         yield from _warm_up(settings)

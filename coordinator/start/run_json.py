@@ -19,6 +19,10 @@ SAVED_EVERY = ((20 * 10**9, 10), (10**9, 2))
 """Pairs (bytes, n): an optimizer's state above so many bytes is saved in the background, with every n-th
 checkpoint, unless the user says how often."""
 
+NOT_STARTED = "--log-path {0}: no master has started there yet; start one: run --log-path {0}"
+LOOKED_AT, SHOWN = 100, 5
+"""So many directories beside an absent one are looked at, and so many runs named."""
+
 
 def new_run_id() -> str:
     """Return an id that no other run has."""
@@ -33,8 +37,45 @@ def has_run(root: Path) -> bool:
 def find_run(root: Path) -> dict[str, Any]:
     """Return the run.json of the run at `root`; SettingsError if there is none, or one of another format."""
     if not has_run(root):
-        raise SettingsError(f"--log-path {root}: no run there (no run.json)")
+        raise no_run(root)
     return read_run_json(RunDir(root))
+
+
+def run_to_help(log_path: Path | None) -> Path:
+    """Return the run directory of a guest; SettingsError if none was named, and none is at the usual place: a
+    guest would wait for it.
+    """
+    root = Path("runs/default").absolute() if log_path is None else log_path.absolute()
+    if log_path is None and not has_run(root):
+        raise SettingsError(f"--log-path DIR is missing: the run to help (none is at {root})")
+    return root
+
+
+def no_run(root: Path) -> SettingsError:
+    """Return the error of a command that looks for a run where none is: what is there, and which are near."""
+    is_there = root.name in files.listing(root.parent) if files.is_directory(root.parent) else False
+    if is_there and not files.is_directory(root):
+        return SettingsError(f"--log-path {root}: is a file; give the directory of a run")
+    place = "no run.json" if is_there else "no such directory"
+    return SettingsError(
+        f"--log-path {root}: no run there ({place}{runs_near(root)}); give the directory of a run"
+    )
+
+
+def runs_near(root: Path) -> str:
+    """Return which runs are in a directory that is none itself, or beside one that is not there, as the end
+    of a sentence; an empty text: none.
+
+    What a directory does not list is not looked up: a client may cache "no such file" for a minute.
+    """
+    if not files.is_directory(root.parent):
+        return ""
+    names = files.listing(root.parent)
+    is_inside = root.name in names and files.is_directory(root)
+    place, names = (root, files.listing(root)) if is_inside else (root.parent, names)
+    runs = [name for name in sorted(names)[:LOOKED_AT] if has_run(place / name)]
+    word = "are the runs" if len(runs) > 1 else "is the run"
+    return f"; {'in' if is_inside else 'beside'} it {word} {', '.join(runs[:SHOWN])}" if runs else ""
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any]:

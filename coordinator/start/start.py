@@ -14,6 +14,7 @@ from coordinator.directory import published
 from coordinator.directory.file_names import Beat, Flag, parse_protocol_name
 from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal.tracker_feed import check_sinks
+from coordinator.machine.gpus import count_gpus
 from coordinator.protocol import placement_records
 from coordinator.protocol.failed_starts import report_failed_start
 from coordinator.protocol.placement_records import Placement
@@ -34,7 +35,7 @@ from coordinator.start.inputs import (
     load_inputs,
 )
 from coordinator.start.last_settings import SettingChange, changes, with_kept
-from coordinator.start.log_path import check_log_path, refuse_kernel
+from coordinator.start.log_path import check_log_path, check_new_run, refuse_kernel
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
 from coordinator.start.refusals_of_tasks import refuse_no_evaluation
@@ -130,6 +131,8 @@ def check_master(request: StartRequest) -> CheckedStart:
     settings = loading.build(overrides)
     if has_run(root):
         refuse_fewer_iterations(root, settings)
+    else:
+        check_new_run(root, settings)
     run_dir = RunDir(root)
     inputs = load_inputs(settings, overrides, MASTER)
     if has_run(root):
@@ -157,6 +160,8 @@ def check_master(request: StartRequest) -> CheckedStart:
 def start_master(request: StartRequest, placement: Placement | None = None) -> NodeStart:
     """Check everything as `check_master`, then make the directory and run.json."""
     checked = check_master(request)
+    if not has_run(request.root):
+        _refuse_missing_gpus(checked.settings.cluster)
     run_dir, inputs = placement_records.run_dir(request.root, request.crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run)
@@ -164,6 +169,19 @@ def start_master(request: StartRequest, placement: Placement | None = None) -> N
         files.make_directory(directory)
     start = node_start(MASTER, run_dir, run["run_id"], settings, inputs, settings)
     return replace(start, overrides=checked.overrides, changes=checked.changes)
+
+
+def _refuse_missing_gpus(cluster: ClusterSettings) -> None:
+    """Raise SettingsError if this machine has fewer GPUs than it must have, whatever the others have."""
+    numbers = cluster.expect_gpus
+    if not numbers or cluster.place or (len(numbers) == 1 and cluster.num_nodes > 1):
+        return
+    if (count := count_gpus()) < numbers[MASTER]:
+        text = ",".join(map(str, numbers))
+        raise SettingsError(
+            f"--expect-gpus {text}: this machine has {count} of {numbers[MASTER]}; look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES, or expect fewer"
+        )
 
 
 def start_worker(request: StartRequest, placement: Placement | None = None) -> NodeStart:

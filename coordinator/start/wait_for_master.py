@@ -15,13 +15,11 @@ from coordinator.protocol.placement_records import Placement, read_placement
 from coordinator.protocol.records import EpochRecord, Records
 from coordinator.protocol.snapshot import Board, parse
 from coordinator.settings.tree import SettingsError
-from coordinator.start.run_json import has_run, read_run_json
+from coordinator.start.run_json import has_run, read_run_json, runs_near
 from rollout.storage import files
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT, SHOWN = 100, 5
-"""So many directories beside an absent one are looked at, and so many runs named."""
 NOTHING_YET = " (nothing is there yet: the master makes it)"
 ENDS = {
     "stopped": "was stopped",
@@ -107,14 +105,8 @@ def what_is_there(run_dir: RunDir) -> str:
     if root.name in names_beside and has_run(root):
         return ""
     is_there = root.name in names_beside
-    looked_at = root if is_there and files.is_directory(root) else parent
-    names = files.listing(root) if looked_at is root else names_beside
-    runs = [name for name in sorted(names)[:LOOKED_AT] if has_run(looked_at / name)]
-    word = "are the runs" if len(runs) > 1 else "is the run"
-    run_hint = (
-        f"; {'in' if looked_at is root else 'beside'} it {word} {', '.join(runs[:SHOWN])}" if runs else ""
-    )
-    if not is_there and not runs:
+    run_hint = runs_near(root)
+    if not is_there and not run_hint:
         return NOTHING_YET
     return f" ({'no run has begun' if is_there else 'nothing is'} there{run_hint})"
 

@@ -132,7 +132,7 @@ def test_evaluation_that_cannot_begin_says_why_in_one_line(cluster: Cluster, tmp
     for words, text in (
         (["--checkpoint", "3"], "add --log-path DIR"),
         (["--checkpoint", str(tmp_path / "none")], "no such directory"),
-        (["--log-path", str(cluster.root)], "no run has been started here"),
+        (["--log-path", str(cluster.root)], "no run there"),
         (["--checkpoint", str(tmp_path / "model")], "no tasks to evaluate on; give --eval-tasks FILE"),
         (["--checkpoint", str(tmp_path / "model"), "--eval-tasks", str(bad)], f"{bad}:1: `prompt` must be"),
     ):

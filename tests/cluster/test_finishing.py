@@ -143,7 +143,7 @@ def test_server_that_another_run_has_given_other_weights_ends_the_rollout(
     ("settings", "says"),
     [
         (("rollout.dynamic_sampling=true", "rollout.samples_per_task=1"), "rollout.samples_per_task=1"),
-        (("rollout.over_sample=0.5",), "rollout.over_sample=0.5: input should be greater than or equal to 1"),
+        (("rollout.over_sample=0.5",), "rollout.over_sample=0.5: give 1 or more"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(

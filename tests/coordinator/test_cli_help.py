@@ -11,6 +11,7 @@ from coordinator.console.commands.names import GUEST, LOCAL
 from coordinator.console.commands.options import docstrings
 from coordinator.console.commands.parse import COMMANDS
 from coordinator.settings.loading import OPTIONS
+from coordinator.settings.setting_names import known_keys
 from coordinator.settings.tree import RunSettings
 from tests.coordinator.typed_command import HEAVY, LOADED, REPOSITORY, Run, refusal
 
@@ -150,3 +151,26 @@ def test_exit_code_is_true_where_python_is_told_to_inspect(run: Run, words: str,
 def test_version_is_printed(run: Run) -> None:
     ended = run("--version")
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "flagpost")
+
+
+@pytest.mark.parametrize(
+    ("typed", "same"),
+    [
+        (["help"], ["--help"]),
+        (["help", "status"], ["status", "--help"]),
+        (["--help", "status"], ["status", "--help"]),
+        (["help", "trainer.lora"], ["trainer.lora", "--help"]),
+        (["--help", "lr"], ["trainer.learning_rate", "--help"]),
+    ],
+)
+def test_help_is_found_wherever_the_word_stands(run: Run, typed: list[str], same: list[str]) -> None:
+    ended = run(*typed)
+    assert ended.returncode == 0 and ended.stdout and ended.stdout == run(*same).stdout
+
+
+def test_help_of_a_section_has_each_of_its_settings_with_default_and_text(run: Run) -> None:
+    lines = run("help", "trainer.lora").stdout.splitlines()
+    assert lines[:2] == ["trainer.lora.rank=0", "    Rank of the adapters; 0: all weights are trained."]
+    assert [line.partition("=")[0] for line in lines if not line.startswith(" ")] == [
+        key for key in known_keys() if key.startswith("trainer.lora.")
+    ]

@@ -20,16 +20,19 @@ def directory_of_user(typed: str | Path) -> Path:
     return path.resolve() if ".." in path.parts else path
 
 
-LogPath = Annotated[
-    Path,
-    typer.Option(
+def _log_path() -> Any:
+    return typer.Option(
         "--log-path",
         metavar="DIR",
         envvar="RUN_LOG_PATH",
         help="The run directory that all nodes share.",
         parser=directory_of_user,
-    ),
-]
+    )
+
+
+LogPath = Annotated[Path, _log_path()]
+LogPathOrNone = Annotated[Path | None, _log_path()]
+"""That of a command which must be told."""
 
 
 def _settings(incomplete: str) -> list[str]:

@@ -9,9 +9,9 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from coordinator.console.commands.leftovers import Leftover, LeftoverKind, Plan, look, plan
+from coordinator.console.commands.leftovers import Leftover, LeftoverKind, Plan, last_begun, look, plan
 from coordinator.directory import manifests, published
 from coordinator.directory.file_names import parse_staging_name, parse_state_name
 from coordinator.directory.layout import MASTER, REMOVED, RunDir
@@ -78,6 +78,16 @@ def cleanup(root: Path, iteration: int, dry_run: bool = False, keep_partial: boo
         if partial is not None:
             _publish(run_dir, iteration, *partial)
     _remove_all(run_dir, planned, boards, numbers, dry_run)
+
+
+def refuse_unnamed(root: Path) -> NoReturn:
+    """Raise SettingsError that names the iteration which a person can mean."""
+    find_run(root)
+    iteration = last_begun(RunDir(root))
+    begun = "none was begun" if iteration is None else f"the last that was begun is {iteration}"
+    raise SettingsError(
+        f"--iteration N is missing: the interrupted iteration; {begun}; see run cleanup --help"
+    )
 
 
 def _begun(crews: Sequence[RunDir]) -> Sequence[RunDir]:

@@ -30,6 +30,7 @@ from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.announcement import PLACES, title_text
 from coordinator.start.refusals_of_models import refuse_run
+from coordinator.start.run_json import NOT_STARTED, find_run
 from coordinator.start.start import absolute, last_start
 from rollout.engines.model_dir import is_adapter
 from rollout.eval_settings import EvalSetSettings
@@ -127,7 +128,8 @@ def _settings(root: Path | None, overrides: Mapping[str, Any]) -> RunSettings:
         return loading.build({"model": "any", "tasks": "none", **overrides})  # the defaults, but no tasks
     last = last_start(root)
     if last is None:
-        raise SettingsError(f"--log-path {root}: no run has been started here; give the directory of a run")
+        find_run(root)
+        raise SettingsError(NOT_STARTED.format(root))
     return loading.overlay(RunSettings.published(last.settings), overrides)
 
 

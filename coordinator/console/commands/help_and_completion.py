@@ -8,8 +8,12 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from coordinator.console.commands.names import GROUPS
-from coordinator.console.commands.options import parameter_names
-from coordinator.settings.tree import SettingsError
+from coordinator.console.commands.options import docstrings, find_model, parameter_names
+from coordinator.console.commands.typos import settings_of
+from coordinator.settings.loading import option_name
+from coordinator.settings.setting_names import as_typed, fields
+from coordinator.settings.suggestions import known_as
+from coordinator.settings.tree import RunSettings, SettingsError
 
 SETTINGS = "Settings; give any other as KEY=VALUE, and see all with --dry-run"
 
@@ -19,8 +23,10 @@ class StartCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; SettingsError for a second rank or file of settings. Of other options the last counts, as a
-        script that adds to a command relies on.
+        script that adds to a command relies on. `WORD --help` prints settings.
         """
+        if len(args) == 2 and args[1] == "--help" and not args[0].startswith("-"):
+            raise typer.Exit(show_settings(args[0]))
         names = [word.partition("=")[0] for word in args]
         for name in ("--worker", "--config"):
             if names.count(name) > 1:
@@ -50,6 +56,19 @@ class StartCommand(TyperCommand):
         for title, records in parts.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def show_settings(word: str) -> int:
+    """Print the setting of this name, or all that a section has; SettingsError if there is none."""
+    known = dict(fields(RunSettings))
+    name = word if any(f"{key}.".startswith(f"{word}.") for key in known) else known_as(word, list(known))
+    if name is None:
+        settings_of([word], [word])  # which says what was meant
+    for key in known:
+        if f"{key}.".startswith(f"{name}."):
+            model, field = find_model(key)
+            print(f"{option_name(key)}={as_typed(known[key].default)}\n    {docstrings(model)[field]}")
+    return 0
 
 
 class _CompletionRoot(TyperGroup):

@@ -11,6 +11,7 @@ from coordinator.directory.file_names import (
     Flag,
     Record,
     parse_claim_name,
+    parse_iteration_name,
     parse_part_name,
     parse_protocol_name,
     parse_staging_name,
@@ -19,6 +20,13 @@ from coordinator.directory.file_names import (
 from coordinator.directory.layout import GROUPS, REMOVED, ROLLOUT_TIMES, RunDir
 from coordinator.protocol.snapshot import Board, parse
 from rollout.storage import files
+
+
+def last_begun(run_dir: RunDir) -> int | None:
+    """Return the last iteration that a run has begun; None before the first."""
+    names = published.names(run_dir.iteration_json(1).parent.parent)
+    numbers = [number for name in names if (number := parse_iteration_name(name)) is not None]
+    return max(numbers, default=None)
 
 
 class LeftoverKind(StrEnum):

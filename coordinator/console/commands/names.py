@@ -37,3 +37,11 @@ GROUPS = {
     },
 }
 """What `run --help` says of the commands."""
+
+
+def as_help(arguments: list[str]) -> list[str]:
+    """Return `run help X` and `run --help X` as `run X --help`; other arguments as they are."""
+    if arguments == ["help"]:
+        return ["--help"]
+    is_question = len(arguments) == 2 and arguments[0] in ("help", "--help")
+    return [arguments[1], "--help"] if is_question and not arguments[1].startswith("-") else arguments

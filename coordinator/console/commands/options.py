@@ -62,7 +62,7 @@ def _parameter(key: str) -> str:
 
 def _annotation(key: str) -> Any:
     """Make the option of a setting, as typer reads it from a parameter."""
-    model, name = _find(key)
+    model, name = find_model(key)
     field = model.model_fields[name]
     metavar = OPTIONS[key].partition(" ")[2] or _metavar(name, field.annotation)
     default = "" if field.default in (None, ()) else f"  [default: {show(field.default)}]"
@@ -81,7 +81,7 @@ def _annotation(key: str) -> Any:
     return Annotated[list[str] | None, option] if several else Annotated[str | None, option]
 
 
-def _find(key: str) -> tuple[type[BaseModel], str]:
+def find_model(key: str) -> tuple[type[BaseModel], str]:
     """Find the model that holds a setting, and the name of its field."""
     model: Any = RunSettings
     *sections, name = key.split(".")

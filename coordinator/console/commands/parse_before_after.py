@@ -102,7 +102,9 @@ def doctor(
 
 @command_in(APPS, "cleanup")
 def cleanup(
-    iteration: Annotated[str, option("--iteration", metavar="N", help="The interrupted iteration.")],
+    iteration: Annotated[
+        str | None, option("--iteration", metavar="N", help="The interrupted one: the last that was begun.")
+    ] = None,
     log_path: LogPath = Path("runs/default"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed.")] = False,
     keep_partial: Annotated[
@@ -111,10 +113,13 @@ def cleanup(
 ) -> int:
     """Remove the files of an interrupted iteration; never a published checkpoint."""
     from coordinator.console.commands.cleanup import cleanup as clean
+    from coordinator.console.commands.cleanup import refuse_unnamed
     from coordinator.journal.control_characters import plain
     from coordinator.protocol.exits import NodeEnded
 
-    number = _iteration(iteration)
+    if iteration is None:
+        refuse_unnamed(log_path.absolute())
+    number = _iteration(iteration or "")
     try:
         clean(log_path.absolute(), number, dry_run, keep_partial)
     except NodeEnded as end:

@@ -26,7 +26,7 @@ from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.eval_tasks import RunTasks
 from coordinator.start.inputs import load_inputs
 from coordinator.start.refusals_of_tasks import refuse_unscored
-from coordinator.start.run_json import find_run, fixed_of, refuse_changes
+from coordinator.start.run_json import NOT_STARTED, find_run, fixed_of, refuse_changes
 from coordinator.start.start import last_start
 from coordinator.start.user_functions import load_functions
 from rollout.environments.environment import OUTSIDE
@@ -79,7 +79,7 @@ class Rescorer:
         """Read all that `rescore` needs. Raises SettingsError."""
         run, record = find_run(root), last_start(root)
         if record is None:
-            raise SettingsError(f"--log-path {root}: no master has started here yet")
+            raise SettingsError(NOT_STARTED.format(root))
         settings = RunSettings.published(record.settings)
         self._run_dir = RunDir(root)
         self._first = first

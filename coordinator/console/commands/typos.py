@@ -23,6 +23,7 @@ from coordinator.settings.loading import (
     parse_value,
 )
 from coordinator.settings.tree import SettingsError
+from coordinator.settings.wrong_values import advice_on
 from trainer.algorithms import PRESETS
 
 MEANT = {"train": LOCAL, "start": LOCAL, "log": "logs", "ps": "status", "clean": "cleanup", "help": "--help",
@@ -85,8 +86,24 @@ def part_of_value(word: str, arguments: Sequence[str]) -> str:
     return ""
 
 
+def _without_spaces(word: str, arguments: Sequence[str]) -> str:
+    """Return KEY=VALUE for a word that stands apart from its `=`; else an empty text."""
+    if "=" in word or word not in arguments:
+        return ""
+    place = arguments.index(word)
+    before, after = arguments[max(place - 2, 0) : place], arguments[place + 1 : place + 3]
+    if after and after[0].startswith("="):
+        value = after[0] if after[0] != "=" else "".join(after)
+        return shlex.quote(f"{word}{value}")
+    if before and before[-1] == "=" and len(before) > 1:
+        return shlex.quote(f"{before[0]}={word}")
+    return shlex.quote(f"{before[-1]}{word}") if before and before[-1].endswith("=") else ""
+
+
 def _refuse_word(word: str, arguments: Sequence[str]) -> None:
     """Raise SettingsError for a word that is not KEY=VALUE, saying what was meant."""
+    if typed := _without_spaces(word, arguments):
+        raise SettingsError(f"there is no space around the =; type {typed}")
     if "=" in word:
         return
     commands, known = [name for group in GROUPS.values() for name in group], known_keys()
@@ -128,7 +145,8 @@ def of_option(error: typer.TyperException, arguments: Sequence[str] = ()) -> str
     if hasattr(cause, "errors"):  # pydantic's, which does not name the option
         names = (name for name in param.opts for word in arguments if word.startswith(name))
         typed = next(names, param.opts[0])
-        return f"{typed}={cause.errors()[0]['input']}: {text[:1].lower()}{text[1:]}"
+        details = cause.errors()[0]
+        return f"{typed}={details['input']}: {advice_on(details)}"
     if extra := _EXTRA.fullmatch(text):
         takes_run = any("--log-path" in param.opts for param in _params(error))
         advice = f"a run directory is given as --log-path {extra[1]}" if takes_run else "leave it out"

@@ -20,6 +20,7 @@ from coordinator.protocol.placement_records import placed_crews, read_placement,
 from coordinator.protocol.snapshot import whole_board
 from coordinator.settings.placement import Crews, Place
 from coordinator.settings.tree import Crew, RunSettings, SettingsError
+from coordinator.start.run_json import NOT_STARTED, find_run
 from rollout.engines.model_dir import WeightsError, is_adapter, tensor_names
 from rollout.storage import files
 from trainer.memory import Shape
@@ -75,7 +76,8 @@ def measure(root: Path) -> Findings:
     crews_at = run_dirs(root)
     record = newest_record(crews_at[0])
     if record is None:
-        raise SettingsError(f"{root}: no run has begun here; give its --log-path")
+        find_run(root)
+        raise SettingsError(NOT_STARTED.format(root))
     settings = RunSettings.published(record.settings)
     heartbeats = [
         heartbeat_values(run_dir, beat)

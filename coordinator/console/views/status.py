@@ -44,12 +44,11 @@ class StatusReader:
         run = published.read_json(self.run_dir.run_json) if is_there else None
         if run is None:
             _refuse_unsaid(root, read_placement(root) if root.is_dir() else ONE_CREW)
-            from coordinator.start.wait_for_master import what_is_there  # it takes numpy
+            from coordinator.start.run_json import no_run  # it takes numpy
 
-            if root.is_file():
-                raise SettingsError(f"--log-path {root}: is a file; give the directory of a run")
-            present = what_is_there(self.run_dir) or " (no run.json that can be read)"
-            raise SettingsError(f"--log-path {root}: no run there{present}")
+            if is_there:
+                raise SettingsError(f"--log-path {root}: no run there (its run.json cannot be read)")
+            raise no_run(root)
         if run.get("format") != FORMAT:
             run_format = run.get("format")
             raise SettingsError(

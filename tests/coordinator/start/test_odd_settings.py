@@ -25,6 +25,10 @@ def test_settings_and_what_they_work_with_are_settings() -> None:
     ("typed", "text"),
     [
         (
+            {"rollout__ratio__easy": 2},
+            "rollout.ratio.easy=2 does nothing with rollout.task_sampling=uniform; give rollout.task_s",
+        ),
+        (
             {"trainer__kl_coefficient": 0.1},
             "trainer.kl_coefficient=0.1 does nothing with trainer.kl=off; give trainer.kl=k3 as well",
         ),

@@ -18,12 +18,12 @@ from safetensors.numpy import save_file
 
 from coordinator.console.commands.evaluate import as_typed
 from coordinator.settings import loading
-from coordinator.settings.tree import SettingsError
+from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks, texts_of_tasks
 from coordinator.start.dry_run import check_named
 from coordinator.start.eval_tasks import RunTasks
 from coordinator.start.inputs import load_inputs
-from coordinator.start.log_path import check_log_path
+from coordinator.start.log_path import check_log_path, check_new_run
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master
 from rollout.engines.answers import GENERATE
@@ -779,3 +779,18 @@ def test_start_warns_of_a_judge_that_would_score_nothing(
         "rollout.rewards.math",
         "eval.sets.a.reward",
     ], "a set without a reward of its own has those of all sources"
+
+
+def test_run_that_begins_among_files_of_others_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "doctor").mkdir()
+    check_new_run(tmp_path, RunSettings())
+    check_new_run(tmp_path / "new", RunSettings())
+    assert not caplog.messages
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).touch()
+    check_new_run(tmp_path, RunSettings())
+    assert caplog.messages == [
+        f"--log-path {tmp_path} holds no run, but a, b, c, ...; the run's files go beside them"
+    ]

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from coordinator.console.commands import cleanup as module
-from coordinator.console.commands.cleanup import cleanup
+from coordinator.console.commands.cleanup import cleanup, refuse_unnamed
 from coordinator.console.views.run import Run
 from coordinator.directory import manifests, parts, published
 from coordinator.directory.file_names import Beat, Flag, Record, parse_protocol_name
-from coordinator.directory.layout import RunDir
+from coordinator.directory.layout import FORMAT, RunDir
 from coordinator.keeping import resume
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.placement_records import Placement, publish_devices, publish_placement, run_dirs
 from coordinator.protocol.records import Records
+from coordinator.settings.tree import SettingsError
 from rollout.storage import files, once
 from tests.commands import run_forked
 from tests.coordinator.console.commands.interrupted_run import (
@@ -264,7 +265,7 @@ def resumable(run_dir: RunDir) -> None:
         (["--iteration", "0"], "--iteration"),
         (["--iteration", "-1"], "--iteration"),
         (["--iteration", "two"], "--iteration"),
-        ([], "--iteration"),
+        ([], "no run there"),
         (["--iteration", "1"], "no run there"),
     ],
 )
@@ -273,3 +274,15 @@ def test_wrong_use_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], 
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and said in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("begun", [(), (1, 12)])
+def test_without_an_iteration_the_last_that_was_begun_is_named(
+    tmp_path: Path, begun: tuple[int, ...]
+) -> None:
+    write_json(RunDir(tmp_path).run_json, {"format": FORMAT, "run_id": "abc"})
+    for number in begun:
+        write_json(RunDir(tmp_path).iteration_json(number), {})
+    text = "the last that was begun is 12" if begun else "none was begun"
+    with pytest.raises(SettingsError, match=f"^--iteration N is missing: the interrupted iteration; {text};"):
+        refuse_unnamed(tmp_path)

@@ -55,7 +55,7 @@ def test_directories_may_be_on_the_cluster_alone(model: Path, capsys: pytest.Cap
         (["trainer.layout=sharded"], "settings go with --model, e.g. --model DIR --gpus 8"),
         (
             ["--model", "MODEL", "--gpus", "0"],
-            "--gpus=0: input should be greater than or equal to 1; see run plan",
+            "--gpus=0: give 1 or more; see run plan",
         ),
     ],
 )

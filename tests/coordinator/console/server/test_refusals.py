@@ -163,7 +163,7 @@ def test_bytes_that_nobody_meant_are_refused(served: Served) -> None:
 def test_refusals_of_settings_are_those_of_run(served: Served) -> None:
     assert served.post("/jobs", job("--iterations", "0")) == (
         400,
-        "--iterations=0: input should be greater than or equal to 1",
+        "--iterations=0: give 1 or more",
     )
     status, error = served.post("/jobs", job("--iteratons", "3"))
     assert (status, error) == (400, "No such option: --iteratons; did you mean --iterations?")

@@ -117,7 +117,7 @@ def test_watch_that_is_typed_before_the_run_begins_waits_for_it(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir.run_json.rename(run_dir.root / "later")
-    with pytest.raises(SettingsError, match=r"no run there \(no run has begun there\)$"):
+    with pytest.raises(SettingsError, match=r"no run there \(no run\.json\); give the directory of a run$"):
         show_status(run_dir.root, as_json=False, watch=False)
 
     def sleep(_seconds: float) -> None:

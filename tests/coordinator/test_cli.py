@@ -176,7 +176,7 @@ BAD = [
     ("plan --model old", "old: is of a run, and no model"),
     ("--environment calculater", "did you mean calculator? There is single_turn, "),
     ("--log-path /proc/x", "--log-path /proc/x: /proc shows the kernel, and keeps no files; give a"),
-    ("export", "-o DIR is missing: a new directory for the model; see run export --help"),
+    ("export", "-o DIR is missing: new directory for the model; see run export --help"),
     ("cleanup --log-path empty", "no run there (no run.json); give the directory of a run"),
     (
         "fork --iteration 2 --log-path empty --to new",

@@ -17,10 +17,10 @@ from coordinator.machine.oddities import explained
 from coordinator.machine.run_command import STARTED_BY
 from coordinator.node.node import Node
 from coordinator.phases.crews import is_finished, open_next
-from coordinator.phases.epochs import EXPECTED, finish, run_epochs
 from coordinator.phases.guest_loop import guest_loop
 from coordinator.phases.guest_node import GuestNode
 from coordinator.phases.provenance import refuse_changed_code
+from coordinator.phases.recovery import EXPECTED, finish, run_epochs
 from coordinator.phases.table import run_iterations
 from coordinator.protocol.exits import Exit, NodeEnded
 from coordinator.protocol.placement_records import read_placement, run_dirs

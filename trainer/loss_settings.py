@@ -8,18 +8,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rollout.settings_tree import Mark, Settings
 from trainer.algorithms import PRESETS
-from trainer.source_settings import (
-    Advantage,
-    Aggregation,
-    Clip,
-    ClipBound,
-    Correction,
-    Estimate,
-    Overlong,
-    Ratio,
-    SourceSettings,
-    by_source,
-)
+from trainer.choices import Advantage, Aggregation, Clip, ClipBound, Correction, Estimate, Overlong, Ratio
+from trainer.source_settings import SourceSettings, by_source
 
 _CRITICS = (
     "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"

@@ -6,26 +6,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from rollout.settings_tree import Settings
+from trainer.choices import Advantage, Aggregation, Clip, ClipBound, Correction, Estimate, Overlong, Ratio
 
-Advantage = Literal[
-    "centred",
-    "standardised",
-    "leave_one_out",
-    "success",
-    "whitened",
-    "decoupled",
-    "one",
-    "zero",
-    "pair",
-    "label",
-]
-Ratio = Literal["token", "sequence"]
-Clip = Literal["ppo", "dual", "cispo", "soft", "geometric", "divergence", "none", "likelihood"]
-Aggregation = Literal["token", "sequence", "sum", "constant"]
-Correction = Literal["off", "truncated", "masked"]
-Estimate = Literal["off", "k1", "k2", "k3"]
-Overlong = Literal["keep", "penalise", "drop"]
-ClipBound = Annotated[float, Field(ge=0)]
 OF_LOSS = (
     *("ratio", "clip", "clip_low", "clip_high", "dual_clip", "aggregation", "kl", "kl_coefficient"),
     *("engine_correction", "engine_correction_cap", "engine_sequence_cap"),

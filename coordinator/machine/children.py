@@ -46,7 +46,7 @@ from coordinator.machine.child import FLUSH_S, KILL_S, Child, only_zombies
 from coordinator.machine.gpus import count_gpus
 from coordinator.machine.host_lock import own_folder
 from coordinator.machine.oddities import has_semaphores
-from coordinator.settings.groups import GroupSettings
+from coordinator.settings.node_groups import GroupSettings
 from rollout.engines.kinds.kind import OWN_SOCKETS_BYTES, SOCKET_BYTES
 from trainer.job import forks
 from trainer.job.launch import READ_AT_IMPORT

@@ -17,9 +17,9 @@ from coordinator.machine.host_lock import acquire, host_lock
 from coordinator.machine.weights import Adapters, Loader, RunningServer
 from rollout.engines.admin import EngineAdmin
 from rollout.engines.answers import UNIX, EngineError, EngineFacts
-from rollout.engines.generated import Generated
 from rollout.engines.kinds.choice import engine_kind
 from rollout.engines.kinds.kind import EngineKind, ServerCommand
+from rollout.engines.token_counts import Generated
 from rollout.settings import EngineSettings
 
 log = logging.getLogger(__name__)

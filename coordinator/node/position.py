@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.snapshot import ranks_text
-from rollout.engines.generated import Generated
+from rollout.engines.token_counts import Generated
 
 ENGINE = "starting the engine"
 SLOW_START_S = 30.0

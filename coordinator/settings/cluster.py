@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from coordinator.settings.groups import Groups, GroupSettings, refuse_misfits
+from coordinator.settings.node_groups import Groups, GroupSettings, refuse_misfits
 from coordinator.settings.placement import parse_place
 from rollout.settings_tree import Mark, Settings, nested
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from coordinator.settings import suggestions
-from coordinator.settings.groups import GroupSettings, refuse_absent
+from coordinator.settings.node_groups import GroupSettings, refuse_absent
 from coordinator.settings.setting_names import as_typed, checked, fields, known_keys, show
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.settings.wrong_values import advice_on

@@ -20,8 +20,8 @@ from rollout.engines.answers import (
     scoring_request,
 )
 from rollout.engines.calls import Calls, EngineDead
-from rollout.engines.generated import Generated
 from rollout.engines.model_dir import PathLike, WeightsError, check_model_dir, is_adapter, tensor_names
+from rollout.engines.token_counts import Generated
 
 EXTENSION = "rollout.engines.vllm_worker.WorkerExtension"
 """vLLM's --worker-extension-cls by which its workers prove their weights."""

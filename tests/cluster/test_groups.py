@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from coordinator.settings.groups import OWN
+from coordinator.settings.node_groups import OWN
 from tests.cluster.cluster import FAST, Cluster
 
 

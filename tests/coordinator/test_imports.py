@@ -35,6 +35,7 @@ FLOORS = (
     {"trainer.settings"},
     {"trainer.loss_settings"},
     {"trainer.algorithms", "trainer.source_settings"},
+    {"trainer.choices"},
     {"rollout.collect"},
     {"rollout.group_maker"},
     {"rollout.slots", "rollout.engine_places", "rollout.finished_groups"},

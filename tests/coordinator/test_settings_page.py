@@ -3,8 +3,8 @@
 import re
 import tomllib
 
-from coordinator.settings.groups import GroupSettings
 from coordinator.settings.loading import OPTIONS, build, flatten, option_name
+from coordinator.settings.node_groups import GroupSettings
 from rollout.eval_settings import EvalSetSettings
 from scripts import settings_page
 from trainer.source_settings import SourceSettings

@@ -11,8 +11,8 @@ from typing import Any
 from rollout.engines.admin import WrongWeights
 from rollout.engines.answers import EngineError, EngineFacts
 from rollout.engines.completion import Completion
-from rollout.engines.generated import Generated
 from rollout.engines.model_dir import policy_digest
+from rollout.engines.token_counts import Generated
 from rollout.origin import Sampling
 from rollout.storage.hashing import checksums
 from tests.simulation.scheduler import Scheduler

@@ -7,7 +7,7 @@ them:
 - trainer/batch/advantages.py: `advantage`; one that weighs the samples of a step, as pair and label do, also
   in preferences.py and step.py, and in batch/selection.py what is drawn together
 - kl_reward.py and step.py: `kl_in`, the KL of rewards
-- trainer/source_settings.py: the value; trainer/loss_settings.py: what is refused with it; then
+- trainer/choices.py: the value; trainer/loss_settings.py: what is refused with it; then
   docs/settings.md, by `python -m scripts.settings_page`
 - trainer/algorithms.py: the preset, and its paragraph in docs/algorithms.md
 - tests/trainer/update/test_loss.py, and tests/against_trl/test_losses.py if TRL has it

@@ -31,8 +31,8 @@ from rollout.engines.embedded.engine import EmbeddedEngine, EngineBusy, EngineSt
 from rollout.engines.embedded.picture_input import ShownPicture
 from rollout.engines.embedded.pictures_of_requests import PicturesOfRequests
 from rollout.engines.embedded.text import TextTokenizer
-from rollout.engines.generated import Generated
 from rollout.engines.model_dir import WeightsError
+from rollout.engines.token_counts import Generated
 
 _MAX_BODY_BYTES = 256 * 2**20
 BACKLOG = 4096

@@ -22,7 +22,7 @@ from coordinator.directory.line_writer import BATCH_LINES, QUEUE_LINES
 from coordinator.machine import reaper
 from coordinator.machine.child import Child
 from coordinator.machine.children import COLLECTORS, FORKS, PROGRAMS, ChildError, Children, as_fork
-from coordinator.settings.groups import GroupSettings
+from coordinator.settings.node_groups import GroupSettings
 from tests.paths import REPOSITORY
 from trainer.job import forks
 

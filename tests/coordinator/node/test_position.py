@@ -10,7 +10,7 @@ from coordinator.node.position import Position
 from coordinator.protocol.liveness import Standstill, stall_limit_s
 from coordinator.protocol.phase import Phase
 from coordinator.settings.loading import build
-from rollout.engines.generated import Generated
+from rollout.engines.token_counts import Generated
 from rollout.storage import hashing
 
 

@@ -1,6 +1,6 @@
 """What a server says that it has generated."""
 
-from rollout.engines.generated import Generated
+from rollout.engines.token_counts import Generated
 
 OF_VLLM = """\
 # HELP vllm:generation_tokens_total Number of generation tokens processed.

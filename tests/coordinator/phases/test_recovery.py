@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.file_names import Beat
-from coordinator.phases import epochs
+from coordinator.phases import recovery
 from coordinator.protocol.exits import NodeLost
 from rollout.engines.model_dir import WeightsError
 
@@ -38,8 +38,8 @@ def failing(times: int, seen: list[str]) -> Callable[..., None]:
 
 def test_any_error_while_the_directory_is_away_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(epochs, "_run_epoch", failing(1, seen))
-    epochs.run_epochs(node_of([True], seen), lambda _node: None)
+    monkeypatch.setattr(recovery, "_run_epoch", failing(1, seen))
+    recovery.run_epochs(node_of([True], seen), lambda _node: None)
     assert seen == ["epoch", "came back", "epoch"]
 
 
@@ -48,9 +48,9 @@ def test_error_that_is_there_with_the_directory_as_well_ends_the_node(
     monkeypatch: pytest.MonkeyPatch, cut_off: list[bool], count: int
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(epochs, "_run_epoch", failing(9, seen))
+    monkeypatch.setattr(recovery, "_run_epoch", failing(9, seen))
     with pytest.raises(WeightsError):
-        epochs.run_epochs(node_of(cut_off, seen), lambda _node: None)
+        recovery.run_epochs(node_of(cut_off, seen), lambda _node: None)
     assert seen.count("epoch") == count
 
 
@@ -75,7 +75,7 @@ def test_loss_that_was_said_while_the_row_went_on_is_not_said_again(
         phase_endings=SimpleNamespace(forget_loss=lambda: said),
         run_dir=SimpleNamespace(name=lambda rank: f"rank {rank}"),
     )
-    epochs._hold(node, NodeLost(2, "rank 2 is lost: silent", ended=ended))
+    recovery._hold(node, NodeLost(2, "rank 2 is lost: silent", ended=ended))
     lost = (5, sys.maxsize) if ended else (6, 40)
     assert node.gathering.lost == {2: lost}, "incarnation 6 has come for the one that ended"
     (record,) = caplog.records

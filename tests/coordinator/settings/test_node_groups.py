@@ -14,7 +14,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.children import Children
 from coordinator.protocol.records import GivenSettings
 from coordinator.settings import loading
-from coordinator.settings.groups import OWN
+from coordinator.settings.node_groups import OWN
 from coordinator.settings.settings_file import read_file
 from coordinator.settings.tree import SettingsError
 from coordinator.start.inputs import load_inputs, python_of

@@ -123,7 +123,9 @@ def _run_epoch(node: Node, iterate: Callable[[Node], None]) -> None:
     record = node.gathering.gather(partial(_prepare, node)) if node.is_master else node.pending.pend()
     node.enter(record)
     nodes = len(record.members)
-    log.info("%d %s part (epoch %d)", nodes, "node takes" if nodes == 1 else "nodes take", record.epoch)
+    log.info(
+        "%d %s part (cluster epoch %d)", nodes, "node takes" if nodes == 1 else "nodes take", record.epoch
+    )
     iterate(node)
     if node.is_master:
         if Phase.TRAINING in phases_of(node.settings.kind):

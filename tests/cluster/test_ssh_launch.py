@@ -105,7 +105,7 @@ def test_interrupt_ends_all_nodes_and_the_same_command_resumes(
     assert first.wait() == 130, first.said
     first.check_nothing_is_left()
     for rank, host in enumerate(HOSTS):
-        assert f"[rank {rank}] 3 nodes take part (epoch 2)" in first.said, first.said
+        assert f"[rank {rank}] 3 nodes take part (cluster epoch 2)" in first.said, first.said
         assert f"[rank {rank}, {host}]" not in first.said, "the nodes' lines say themselves whose they are"
     assert "rank 0 (" in first.said and "was interrupted by SIGINT" in first.said
 

@@ -92,7 +92,9 @@ def say(run_dir: RunDir, rank: int) -> None:
     """A log and the events of a process."""
     logs = run_dir.logs(rank)
     logs.mkdir(parents=True)
-    (logs / "node.4711.log").write_text(f"2026-11-21 21:40:03 [rank {rank}] 3 nodes take part (epoch 2)\n")
+    (logs / "node.4711.log").write_text(
+        f"2026-11-21 21:40:03 [rank {rank}] 3 nodes take part (cluster epoch 2)\n"
+    )
     about = {"host": f"node-{rank}", "pid": 4711, "at": "2026-11-21T21:40:00+00:00", "weight": 1.0}
     versions = {
         "flagpost": "0.1.0",

@@ -61,7 +61,7 @@ def led_by(crew: Status) -> str:
     if master["state"] == "never_seen":
         return ""
     host = f" ({master['host']})" if master["host"] else ""
-    return f", led by rank {master['rank']}{host}, epoch {crew['epoch']}"
+    return f", led by rank {master['rank']}{host}, cluster epoch {crew['epoch']}"
 
 
 def _place(crew: Status) -> str:
@@ -207,7 +207,7 @@ def render(status: Status, root: Path) -> str:
         for title, cell in CELLS.items()
         if any(cells := [cell(node) for node in nodes]) and (title != "crew" or len(crews) > 1)
     ]
-    epoch = f" (epoch {status['epoch']})"
+    epoch = f" (cluster epoch {status['epoch']})"
     places = [", ".join(filter(None, [where(crews[0]), waiting(crews[0]), space_wait(crews[0])]))]
     if len(crews) > 1:
         epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]

@@ -69,7 +69,7 @@ def view(
     places = [Text(words.of_crew(crew), "red" if crew["state"] == "holding" else "") for crew in crews]
     if len(crews) == 1:
         head.append(f", {words.where(crews[0])}")
-        epoch = f", epoch {status['epoch']}"
+        epoch = f", cluster epoch {status['epoch']}"
         head.append(epoch if head.cell_len + len(epoch) <= width else "")
         places = [Text(words.waiting(crews[0]), "red" if state == "holding" else "dim")]
     full = words.space_wait(crews[0]) if len(crews) == 1 else ""

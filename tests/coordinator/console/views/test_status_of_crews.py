@@ -98,9 +98,9 @@ def test_text_has_a_line_a_crew_and_a_table_of_all_nodes(root: Path) -> None:
     lines = shown(root)
     assert lines[:3] == [
         f"{root}: run abc is running",
-        "rollout crew, led by rank 0 (node-0), epoch 2: "
+        "rollout crew, led by rank 0 (node-0), cluster epoch 2: "
         "iteration 7 of 8, train_rollout for 12 s, about 31 s left",
-        "train crew, led by rank 2 (node-2), epoch 4: iteration 5 of 8, training for 12 s",
+        "train crew, led by rank 2 (node-2), cluster epoch 4: iteration 5 of 8, training for 12 s",
     ]
     assert [line.split()[:3] for line in lines[4:]] == [
         ["crew", "rank", "host"],
@@ -153,7 +153,7 @@ def test_crew_whose_nodes_are_all_gone_is_held_for(root: Path) -> None:
         beat(rollout, rank, 6, pid=GONE, pid_space=pid_space())
     assert status(root)["crews"][0]["state"] == "holding"
     lines = shown(root)
-    assert lines[1].startswith("rollout crew, led by rank 0 (node-0), epoch 2: holding, iteration 5")
+    assert lines[1].startswith("rollout crew, led by rank 0 (node-0), cluster epoch 2: holding, iteration 5")
     assert lines[3:5] == [
         f"to bring rollout rank 0 back, on node-0: run --master --log-path {root}",
         f"to bring rollout rank 1 back, on node-1: run --worker 1 --log-path {root}",

@@ -28,7 +28,7 @@ def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
     assert states(status) == ["alive", "never_seen", "alive"]
     assert [node["weight"] for node in status["nodes"]] == [2, 1, 1]
     text = render(status, run_dir.root)
-    assert "run abc is holding (epoch 2)" in text
+    assert "run abc is holding (cluster epoch 2)" in text
     assert "waiting for ranks 1, 2 (node-2)" in text and "gathering for" not in text
     assert f"to start rank 1, on its machine: run --worker 1 --log-path {run_dir.root}" in text
 
@@ -140,7 +140,7 @@ def test_rendered_status_has_a_line_a_node_and_the_last_rewards(run_dir: RunDir)
     run_dir.metrics.write_text(json.dumps(line) + "\n")
     lines = render(Run(run_dir.root).status(), run_dir.root).splitlines()
     assert lines[:2] == [
-        f"{run_dir.root}: run abc is running (epoch 2)",
+        f"{run_dir.root}: run abc is running (cluster epoch 2)",
         "iteration 5 of 8, train_rollout, waiting for rank 2 (node-2)",
     ]
     rows = [line.split() for line in lines[4:7]]

@@ -18,7 +18,7 @@ def text(found: dict[str, Any], width: int = 100, height: int = 24, **more: Any)
 
 def test_there_is_a_line_a_node_with_its_progress() -> None:
     lines = text(status(node(0, tokens_per_s=1234.5), node(1, waiting_s=34.0, tasks_done=64)), width=90)
-    assert lines[0] == "exp1: running, iteration 5 of 16, train_rollout for 12 s, epoch 2"
+    assert lines[0] == "exp1: running, iteration 5 of 16, train_rollout for 12 s, cluster epoch 2"
     assert lines[2].split() == ["rank", "host", "state", "phase", "tasks", "tokens/s"]
     assert re.fullmatch(r"   0  node-0  alive        train_rollout  ━{7}─{23} 16/64     1,234", lines[3])
     assert re.fullmatch(r"   1  node-1  waits 34 s   train_rollout  ━{30} 64/64", lines[4])
@@ -66,7 +66,7 @@ def test_nodes_of_a_finished_run_left_and_need_no_attention() -> None:
     colours = {span.style for span in view(status(*nodes), [], ROOT, width=80, height=24)[3].spans}
     assert "red" in colours
     finished = text(status(*nodes, state="finished"), shown={"tasks", "phase"})
-    assert finished[0] == "exp1: finished, iteration 5 of 16, epoch 2"
+    assert finished[0] == "exp1: finished, iteration 5 of 16, cluster epoch 2"
     assert finished[2].split() == ["rank", "host", "state"]
 
 
@@ -92,7 +92,7 @@ def test_parts_of_the_training_are_not_taken_for_tasks() -> None:
 def test_who_is_waited_for_is_said_with_host_and_time() -> None:
     waits = status(node(0), node(1), node(2), waiting_for=[2], waiting_s=34.0, left_s=65.0)
     lines = text(waits)
-    assert lines[0].endswith("train_rollout for 12 s, about 65 s left, epoch 2")
+    assert lines[0].endswith("train_rollout for 12 s, about 65 s left, cluster epoch 2")
     assert lines[1] == "waiting for rank 2 (node-2) for 34 s"
 
 

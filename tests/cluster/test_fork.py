@@ -89,7 +89,7 @@ def test_fork_is_refused_where_the_parent_has_no_policy_any_more(
         fork(cluster.root, 4, cluster.root)
     with pytest.raises(SettingsError, match=r"--to .*: is in the run at"):
         fork(cluster.root, 4, cluster.root / "fork")
-    with pytest.raises(SettingsError, match=r"no run there \(no run.json\)"):
+    with pytest.raises(SettingsError, match=r"no run there \(no such directory; beside it is the run run\)"):
         fork(tmp_path / "nothing", 4, tmp_path / "new")
 
     def removed_meanwhile(run_dir: RunDir) -> list[int]:

@@ -133,5 +133,9 @@ def test_rollout_and_update_are_halves_of_an_iteration(cluster: Cluster, engine_
 
 
 def test_update_without_trajectories_says_what_to_run(cluster: Cluster) -> None:
-    assert cluster.run(1, "--rl-phase", "update", *FAST, "--iterations", "1") == [1]
+    update = ("--rl-phase", "update", *FAST)
+    assert cluster.run(1, *update, "--iterations", "1") == [2] and not cluster.root.exists()
     assert "--rl-phase rollout" in cluster.output(0).splitlines()[-1]
+    assert cluster.run(1, "--rl-phase", "rollout", *FAST, "--iterations", "1") == [0]
+    assert cluster.run(1, *update, "--iterations", "2") == [1]
+    assert "iteration 2 has no trajectories" in cluster.output(0).splitlines()[-1]

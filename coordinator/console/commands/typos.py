@@ -95,9 +95,13 @@ def _without_spaces(word: str, arguments: Sequence[str]) -> str:
     if after and after[0].startswith("="):
         value = after[0] if after[0] != "=" else "".join(after)
         return shlex.quote(f"{word}{value}")
-    if before and before[-1] == "=" and len(before) > 1:
+    if before and before[-1] == "=" and len(before) > 1 and "=" not in before[0]:
         return shlex.quote(f"{before[0]}={word}")
-    return shlex.quote(f"{before[-1]}{word}") if before and before[-1].endswith("=") else ""
+    return (
+        shlex.quote(f"{before[-1]}{word}")
+        if before and before[-1].strip("=") and before[-1].endswith("=")
+        else ""
+    )
 
 
 def _refuse_word(word: str, arguments: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ def title_text(title: str, text: str) -> str:
 
 def odd_here() -> list[str]:
     """Return the lines about what this machine lacks, MOST_ODD at most."""
-    return [title_text("odd here", text) for text in islice(oddities(), MOST_ODD)]
+    return [title_text("check", text) for text in islice(oddities(), MOST_ODD)]
 
 
 def _crews(settings: RunSettings) -> str:

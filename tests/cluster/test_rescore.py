@@ -1,5 +1,6 @@
 """`run rescore`: real runs that train on the samples of another one with other rewards."""
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from coordinator.settings.tree import SettingsError
 from rollout import stuck_user_code
 from rollout.storage import files
 from rollout.storage.files import SharedFsError
+from rollout.trajectory import Group
 from tests.cluster.cluster import FAST, Cluster, finish
 from tests.cluster.plugins import letters
 from tests.cluster.weights import farthest
@@ -140,6 +142,11 @@ def test_sample_whose_reward_fails_is_left_out(
     with pytest.raises(SettingsError, match=r"length=0.1 cannot score this task: .*`target_length`"):
         rescore(cluster.root, 1, None, f"{DIGITS} + length=0.1", tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
+    lost = Group(0, "t1", "p", [], given_up="it was too slow")
+    scorer = Rescorer(cluster.root, 1, None, LETTERS)
+    asyncio.run(scorer._score([lost], [{"id": "t1"}], (), None))
+    asyncio.run(scorer._score([], [], (), None))
+    assert lost.given_up == "it was too slow"
     monkeypatch.setattr(stuck_user_code, "AGAIN_S", 0.1)
     monkeypatch.setenv("BLOCKS", "1")
     failing = {

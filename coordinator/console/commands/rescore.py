@@ -198,8 +198,8 @@ class Rescorer:
         """Give the samples of the groups their new rewards. `before`: what the old rewards are called, of
         which no metric stays; `end`: what ends the reasoning in a sample.
         """
-        at_once = (self._settings.concurrency or CONCURRENCY) // max(len(group.samples) for group in groups)
-        places = asyncio.Semaphore(max(1, at_once))
+        most = max([1, *(len(group.samples) for group in groups)])
+        places = asyncio.Semaphore(max(1, (self._settings.concurrency or CONCURRENCY) // most))
         scoring = partial(self._score_group, places=places, before=before, end=end)
         with interrupting(self._settings.group_timeout_s, "rollout.group_timeout_s") as say_free:
             pulse = asyncio.create_task(_pulse(say_free))

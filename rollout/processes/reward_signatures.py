@@ -1,7 +1,8 @@
 """Reward functions with the parameters of TRL, verl or OpenRLHF, taken for those of (task, completion).
 
 TRL calls `reward(completions, prompts, **columns)` with lists, verl `compute_score(data_source, solution_str,
-ground_truth, extra_info)` with one sample, OpenRLHF `reward_func(queries, prompts, labels)` with lists.
+ground_truth, extra_info)` with one sample or, with an `s` behind each name, with lists, OpenRLHF
+`reward_func(queries, prompts, labels)` with lists.
 """
 
 import dis
@@ -11,14 +12,21 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, pairwise
 from types import CodeType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rollout.plugins import PluginError, is_async
 
-_Convention = tuple[Callable[[dict[str, Any], str], dict[str, Any]], Callable[..., Any]]
-"""What to call a function with for one sample, and what its result means; of one that takes lists the second
-is given the number of samples too.
-"""
+
+class _Convention(NamedTuple):
+    """How a function is called."""
+
+    arguments: Callable[[dict[str, Any], str], dict[str, Any]]
+    """What it is called with for one sample."""
+    result: Callable[..., Any]
+    """What its result means; of lists, with the number of samples as the second argument."""
+    of_lists: bool = False
+
+
 _NO_COLUMNS = ("prompt", "messages", "prompts", "completion", "completions")
 """Fields of a task that TRL's functions do not get by their names."""
 
@@ -32,16 +40,15 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     convention = _convention(parameters)
     if convention is None:
         return function
-    arguments, result = convention
-    is_of_lists = takes_lists(function)
+    arguments, result, of_lists = convention
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def call(task: Any, completion: Any) -> Any:
-        values = _listed(map(arguments, task, completion)) if is_of_lists else arguments(task, completion)
+        values = _listed(map(arguments, task, completion)) if of_lists else arguments(task, completion)
         return function(**{name: value for name, value in values.items() if takes_all or name in parameters})
 
     def meaning(value: Any, completion: Any) -> Any:
-        return result(value, len(completion)) if is_of_lists else result(value)
+        return result(value, len(completion)) if of_lists else result(value)
 
     if is_async(function):
 
@@ -59,7 +66,7 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 def takes_lists(function: Callable[..., Any]) -> bool:
     """Return whether a function takes lists of samples, as the rewards of TRL and OpenRLHF do."""
     convention = _convention(_parameters(function))
-    return convention is not None and convention[0] in (_arguments_of_trl, _arguments_of_openrlhf)
+    return convention is not None and convention.of_lists
 
 
 def _listed(samples: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -119,8 +126,9 @@ def lacking(function: Callable[..., Any]) -> Callable[[dict[str, Any]], list[str
     ]
 
     def of_task(task: dict[str, Any]) -> list[str]:
-        arguments = convention[0](task, "")
-        if "ground_truth" in needed and arguments.get("ground_truth", "") is None:
+        arguments = convention.arguments(task, "")
+        truth = "ground_truths" if "ground_truths" in arguments else "ground_truth"
+        if truth in needed and arguments.get(truth, "") is None:
             return ["answer"]
         return [name for name in needed if name not in arguments]
 
@@ -137,11 +145,13 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 def _convention(parameters: Mapping[str, inspect.Parameter]) -> _Convention | None:
     """Return how the function is called that has these parameters; None: with (task, completion)."""
     if "completions" in parameters and "completion" not in parameters:
-        return _arguments_of_trl, _each
+        return _Convention(_arguments_of_trl, _each, of_lists=True)
     if {"solution_str", "ground_truth"} <= parameters.keys():
-        return _arguments_of_verl, _with_reward
+        return _Convention(_arguments_of_verl, _with_reward)
+    if {"solution_strs", "ground_truths"} <= parameters.keys():
+        return _Convention(_arguments_of_verl_batches, _each_with_reward, of_lists=True)
     if {"queries", "prompts", "labels"} <= parameters.keys():
-        return _arguments_of_openrlhf, _with_logs
+        return _Convention(_arguments_of_openrlhf, _with_logs, of_lists=True)
     return None
 
 
@@ -162,6 +172,10 @@ def _arguments_of_verl(task: dict[str, Any], completion: str) -> dict[str, Any]:
         "ground_truth": task.get("answer") if truth is None else truth,
         "extra_info": task.get("extra_info", task),
     }
+
+
+def _arguments_of_verl_batches(task: dict[str, Any], completion: str) -> dict[str, Any]:
+    return {f"{name}s": value for name, value in _arguments_of_verl(task, completion).items()}
 
 
 def _arguments_of_openrlhf(task: dict[str, Any], completion: str) -> dict[str, Any]:
@@ -196,6 +210,10 @@ def _with_reward(result: Any) -> Any:
         for name, value in scores.items()
         if name in ("score", "reward") or not isinstance(value, str | None)
     }
+
+
+def _each_with_reward(results: Any, samples: int) -> list[Any]:
+    return [_with_reward(result) for result in _each(results, samples)]
 
 
 def _with_logs(result: Any, samples: int) -> list[Any]:

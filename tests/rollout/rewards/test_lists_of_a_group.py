@@ -25,6 +25,9 @@ def array(completions, **columns): return np.array(rank(completions))
 def rows(queries, prompts, labels):
     rewards = np.array(rank(queries))[:, None]
     return {"rewards": rewards, "extra_logs": {"mean": rewards.mean(), "each": rewards}}
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    pairs = zip(rank(solution_strs), solution_strs, ground_truths)
+    return [{"score": score, "acc": text == truth, "pred": text} for score, text, truth in pairs]
 def reasoned(completions, reasoning, **columns):
     return [float(len(thought) > len(text)) for text, thought in zip(completions, reasoning)]
 def one_is_wrong(completions, **columns):
@@ -66,12 +69,14 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scored]:
         killable_rewards._pools.pop(name).close()
 
 
-@pytest.mark.parametrize("function", ["rank", "rank_later", "array", "rows"])
+@pytest.mark.parametrize("function", ["rank", "rank_later", "array", "rows", "compute_score_batch"])
 def test_samples_of_a_group_are_compared(scored: Scored, function: str) -> None:
     samples, errors = scored(scored.name(function), *TEXTS)
     assert ([sample.reward for sample in samples], errors) == ([1.0, 0.0, 0.5], [])
     if function == "rows":
         assert [sample.metrics for sample in samples] == [{"mean": 0.5, "each": r} for r in (1.0, 0.0, 0.5)]
+    if function == "compute_score_batch":
+        assert [sample.metrics for sample in samples] == [{"acc": float(text == "ab")} for text in TEXTS]
 
 
 def test_a_reward_of_lists_is_added_to_one_of_a_sample(scored: Scored) -> None:

@@ -137,6 +137,7 @@ def openrlhf(queries, prompts, labels, **kwargs):
     rewards = np.array([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
     return {"rewards": rewards, "scores": rewards, "extra_logs": {"right": rewards.mean(), "each": rewards}}
 def openrlhf_list(queries, prompts, labels): return [float(queries[0] == "add\\n1+212")]
+def compute_batch(solution_strs, ground_truths): return [1.0 for _ in solution_strs]
 def compute_alone(solution_str, ground_truth): return float(solution_str == ground_truth)
 lengthy = functools.partial(lambda scale, task, completion: scale * len(completion), 0.5)
 class Counts:
@@ -263,6 +264,8 @@ def test_logs_of_openrlhf_are_metrics(user_code: str) -> None:
     [
         ("trl_lacks", {"result": "3"}, "it has no `solution`; name its column, e.g. columns.solution=COLUMN"),
         ("trl_lacks", {"solution": "3"}, None),
+        ("compute_batch", {}, "it has no `answer`"),
+        ("compute_batch", {"answer": "3"}, None),
         ("trl", {}, None),
         ("compute_score", {"result": "3"}, "it has no `answer`; name its column"),
         ("compute_score", {"reward_model": {"ground_truth": "3"}}, None),

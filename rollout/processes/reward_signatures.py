@@ -29,6 +29,12 @@ class _Convention(NamedTuple):
 
 _NO_COLUMNS = ("prompt", "messages", "prompts", "completion", "completions")
 """Fields of a task that TRL's functions do not get by their names."""
+_OF_TRL = {
+    "completion_ids": "rewards are given completions as texts, not their tokens",
+    "trainer_state": "TRL's trainer is not here",
+    "environments": "TRL's environments are not here",
+}
+"""What TRL's functions may ask for in vain, and why."""
 
 
 def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,22 +49,29 @@ def with_our_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     arguments, result, of_lists = convention
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
-    def call(task: Any, completion: Any) -> Any:
+    def call(task: Any, completion: Any, logged: dict[str, float]) -> Any:
         values = _listed(map(arguments, task, completion)) if of_lists else arguments(task, completion)
+        if arguments is _arguments_of_trl:
+            values |= {"log_metric": logged.__setitem__, "log_extra": lambda _column, _values: None}
         return function(**{name: value for name, value in values.items() if takes_all or name in parameters})
 
-    def meaning(value: Any, completion: Any) -> Any:
-        return result(value, len(completion)) if of_lists else result(value)
+    def meaning(value: Any, completion: Any, logged: dict[str, float]) -> Any:
+        if not of_lists:
+            return result(value)
+        rewards = result(value, len(completion))
+        return [{**logged, "reward": reward} for reward in rewards] if logged else rewards
 
     if is_async(function):
 
         async def score_later(task: Any, completion: Any) -> Any:
-            return meaning(await call(task, completion), completion)
+            value = await call(task, completion, logged := dict[str, float]())
+            return meaning(value, completion, logged)
 
         return functools.update_wrapper(score_later, function)
 
     def score(task: Any, completion: Any) -> Any:
-        return meaning(call(task, completion), completion)
+        value = call(task, completion, logged := dict[str, float]())
+        return meaning(value, completion, logged)
 
     return functools.update_wrapper(score, function)
 
@@ -76,20 +89,16 @@ def _listed(samples: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def refuse_unfit(function: Callable[..., Any]) -> None:
-    """Raise PluginError for a function that makes a reward, and is none, and for one that needs the tokens of
-    completions, as TRL's functions may; rewards are given texts here.
+    """Raise PluginError for a function that makes a reward, and is none, and for one that needs what only TRL
+    gives, such as the tokens of completions.
     """
     parameters = _parameters(function)
-    tokens = parameters.get("completion_ids")
-    if (
-        tokens is not None
-        and tokens.default is tokens.empty
-        and (_convention(parameters) or next(iter(parameters)) == tokens.name)
-    ):
-        raise PluginError(
-            "it needs `completion_ids`, and rewards are given completions as texts, not their tokens; take "
-            "it out of the parameters, or give it the default None"
-        )
+    for name, reason in _OF_TRL.items():
+        needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+        if needed and (_convention(parameters) or next(iter(parameters)) == name):
+            raise PluginError(
+                f"it needs `{name}`, and {reason}; take it out of the parameters, or give it the default None"
+            )
     if not {"task", "completion", "completions"} & parameters.keys() and _returns_reward(function):
         raise PluginError(
             "it makes a reward function, and is none; write into its file, e.g., `my_reward = "
@@ -130,7 +139,7 @@ def lacking(function: Callable[..., Any]) -> Callable[[dict[str, Any]], list[str
         truth = "ground_truths" if "ground_truths" in arguments else "ground_truth"
         if truth in needed and arguments.get(truth, "") is None:
             return ["answer"]
-        return [name for name in needed if name not in arguments]
+        return [name for name in needed if name not in arguments and name not in ("log_metric", "log_extra")]
 
     return of_task
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.processes import killable_rewards
-from rollout.rewards.resolve import resolve_reward
+from rollout.rewards.resolve import check_task, resolve_reward
 from rollout.rewards.reward import score
 from rollout.settings import RolloutSettings
 from rollout.trajectory import Sample
@@ -28,6 +28,13 @@ def rows(queries, prompts, labels):
 def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos):
     pairs = zip(rank(solution_strs), solution_strs, ground_truths)
     return [{"score": score, "acc": text == truth, "pred": text} for score, text, truth in pairs]
+def logs(completions, log_metric, log_extra, trainer_state=None, **columns):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("text", completions)
+    return rank(completions)
+async def logs_later(completions, **columns):
+    columns["log_metric"]("longest", 3)
+    return rank(completions)
 def reasoned(completions, reasoning, **columns):
     return [float(len(thought) > len(text)) for text, thought in zip(completions, reasoning)]
 def one_is_wrong(completions, **columns):
@@ -77,6 +84,16 @@ def test_samples_of_a_group_are_compared(scored: Scored, function: str) -> None:
         assert [sample.metrics for sample in samples] == [{"mean": 0.5, "each": r} for r in (1.0, 0.0, 0.5)]
     if function == "compute_score_batch":
         assert [sample.metrics for sample in samples] == [{"acc": float(text == "ab")} for text in TEXTS]
+
+
+@pytest.mark.parametrize("function", ["logs", "logs_later"])
+def test_what_a_function_of_trl_logs_is_a_metric(scored: Scored, function: str) -> None:
+    for _ in range(2):
+        samples, _ = scored(scored.name(function), *TEXTS)
+        assert [(sample.reward, sample.metrics) for sample in samples] == [
+            (reward, {"longest": 3.0}) for reward in (1.0, 0.0, 0.5)
+        ]
+    check_task(scored.name(function), {"id": "t1", "prompt": "p"})
 
 
 def test_a_reward_of_lists_is_added_to_one_of_a_sample(scored: Scored) -> None:

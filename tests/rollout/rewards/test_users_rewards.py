@@ -41,6 +41,10 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("{user}:named_only", "takes (*, task, completion), but"),
         ("{user}:yields", "yields; it must return"),
         ("{user}:trl_tokens", "it needs `completion_ids`, and rewards are given completions as texts"),
+        (
+            "{user}:trl_state",
+            "it needs `trainer_state`, and TRL's trainer is not here; take it out of the para",
+        ),
         ("{user}:trl_maker", "it makes a reward function, and is none; write into its file, e.g., `my_rew"),
         (":f", "is not of the form module:function"),
         ("code/scores.py:f", "code/scores.py: no such file"),
@@ -121,6 +125,7 @@ def trl_unscored(completions, **columns): return [None for _ in completions]
 def trl_number(completions, **columns): return 1.0
 def trl_lacks(completions, solution): return [1.0]
 def trl_tokens(completions, completion_ids): return [1.0]
+def trl_state(completions, trainer_state, **columns): return [1.0]
 def trl_maker(least=0.0, most=1.0):
     def reward(completions, **columns): return [most for _ in completions]
     return reward

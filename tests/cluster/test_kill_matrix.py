@@ -103,7 +103,7 @@ def test_killed_nodes_come_back_and_the_run_ends_as_if_undisturbed(
         assert kill.phase == Phase.TRAIN_PLAN or bool(kept) == (kill.phase >= Phase.TRAIN_ROLLOUT)
         survivor = WORKER if victim == MASTER else MASTER
         # Else the survivor is just coming back from its own death: it waits for the other one to start.
-        if kill.is_found_lost and " part (epoch " in cluster.output(survivor)[begun[survivor] :]:
+        if kill.is_found_lost and " part (cluster epoch " in cluster.output(survivor)[begun[survivor] :]:
             wait_until_lost(cluster, survivor, victim, said_before[victim])
             found_lost += cluster.nodes[survivor].poll() is None
         begun[victim], said_before[victim] = len(cluster.output(victim)), len(cluster.output(survivor))

@@ -145,7 +145,7 @@ def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_tracker_is_refused_with_those_that_there_are() -> None:
-    there = "'tensorboard', 'wandb', 'trackio' or 'mlflow'"
+    there = "tensorboard, wandb, trackio or mlflow"
     with pytest.raises(SettingsError, match=rf"metrics.sinks=comet: .*{there}"):
         build({"metrics.sinks": "comet"})
 

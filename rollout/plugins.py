@@ -76,7 +76,7 @@ def load_function(name: str, *, make: bool = True, only_async: bool = False) -> 
         raise PluginError(f"{file} is hidden by {imported}; give your file another name")
     function = getattr(module, function_name, None)
     if not callable(function):
-        problem = "no such name" if function is None else f"a {type(function).__name__}, no function"
+        problem = "no such name" if function is None else f"of type {type(function).__name__}, not a function"
         raise PluginError(
             f"{title_of(name)!r}: {problem} in {imported}{_named_like(function_name, module, only_async)}"
         )

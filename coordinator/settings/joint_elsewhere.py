@@ -28,6 +28,8 @@ _OF_LOSS, _OF_REWARD = (
     ("kl_coef", "kl_penalty_coef", "kl.init_coef", "init_kl_coef"),
 )
 _ESTIMATORS = ("kl_loss_type", "kl_estimator", "kl.estimator"), ("kl_penalty", "kl_estimator", "kl.estimator")
+_ALONE = {name for names in _ESTIMATORS for name in names}
+"""Of these one is enough, and of betas."""
 OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
 
 
@@ -39,7 +41,7 @@ def joint_answer(typed: str, values: Mapping[str, Any]) -> str | None:
         return None
     by_part = {name: value for key, value in values.items() for name in _names(key)}
     for names, partners, answer in _ANSWERS:
-        least = 1 if answer is _betas else 2
+        least = 1 if answer is _betas or {*names_of_typed} & _ALONE else 2
         is_one = any(name in names for name in names_of_typed)
         if is_one and sum(name in by_part for name in {*names, *partners}) >= least:
             return answer(by_part)
@@ -114,8 +116,9 @@ def _kl(values: Values) -> str | None:
     is_off = False in (in_loss, in_reward) and True not in (in_loss, in_reward) and not is_reward
     if is_off or (numbers and not any(numbers)):
         return OFF
-    word = str(_first(values, _ESTIMATORS[is_reward])).lower()
-    estimate = word if word in ("k1", "k2", "k3") else VALUES.get(f"kl={word}", "").partition("=")[2]
+    word = _first(values, (*_ESTIMATORS[is_reward], *_ESTIMATORS[not is_reward]))
+    typed = "" if word is None else str(word).lower()
+    estimate = typed if typed in ("k1", "k2", "k3") else VALUES.get(f"kl={typed}", "").partition("=")[2]
     kl = f"trainer.kl={estimate or ('k1' if is_reward else 'k3')}"
     coefficient = "trainer.kl_coefficient" + next((f"={number:g}" for number in numbers if number), "")
     return (
@@ -134,6 +137,4 @@ _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str |
     ((*_HOST, *_PORT), (), _url),
     ((*_IN_LOSS, *_IN_REWARD, *_OF_LOSS, *_OF_REWARD, *_ESTIMATORS[0], *_ESTIMATORS[1]), (), _kl),
 )
-"""Names of others; what may stand beside them; the answer where two or more of both are given. Of betas one
-is enough.
-"""
+"""Names of others; what may stand beside them; the answer where two or more of both are given."""

@@ -48,7 +48,9 @@ _NAMES = {
     "trainer.lora.targets": "target_modules lora_target_modules",
     "trainer.lora.base_dtype": "load_in_4bit",
     "engine.tensor_parallel_size": "tp tensor_model_parallel_size vllm_tensor_parallel_size",
-    "trainer.tensor_parallel_size": "megatron.tensor_model_parallel_size model.tp ds.tensor_parallel_size",
+    "trainer.tensor_parallel_size": (
+        "megatron.tensor_model_parallel_size model.tp ds.tensor_parallel_size ds_tensor_parallel_size"
+    ),
     "rollout.max_tokens": (
         "response_length max_new_tokens max_completion_length max_response_length generate_max_len "
         "max_completion_tokens"
@@ -138,8 +140,13 @@ _NAMES = {
     "engine.args.enable_prefix_caching": "enable_prefix_caching",
     "engine.args.enable_chunked_prefill": "enable_chunked_prefill",
     "rollout.concurrency": "max_inflight_rollouts max_inflight",
-    "eval.temperature": "val_kwargs.temperature val_kwargs.do_sample",
-    "eval.top_p": "val_kwargs.top_p",
+    "eval.temperature": (
+        "val_kwargs.temperature val_kwargs.do_sample eval.sampling.temperature "
+        "orchestrator.eval.sampling.temperature"
+    ),
+    "eval.top_p": "val_kwargs.top_p eval.sampling.top_p orchestrator.eval.sampling.top_p",
+    "eval.max_tokens": "eval.sampling.max_tokens orchestrator.eval.sampling.max_tokens",
+    "rollout.teacher": "teacher_model.model.name orchestrator.teacher_model.model.name",
     "eval.top_k": "val_kwargs.top_k",
     "eval.samples_per_task": (
         "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example num_generations_eval "
@@ -165,7 +172,7 @@ _NAMES = {
     "trainer.entropy_target": "use_adaptive_entropy",
     "trainer.keep_flat_groups": "filter_zero_advantages",
     "trainer.collective_timeout_s": "ddp_timeout nccl_timeout dist_timeout_seconds",
-    "engine.args.dtype": "rollout.dtype",
+    "engine.args.dtype": "rollout.dtype inference.model.dtype",
 }
 """Their names of each setting."""
 

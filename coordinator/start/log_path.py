@@ -77,7 +77,7 @@ def check_new_run(root: Path, settings: RunSettings) -> None:
             f"--rl-phase update: no run is at {root}, whose samples could be trained on; make them with "
             "--rl-phase rollout"
         )
-    if not files.is_directory(root):
+    if not files.is_directory(root) or settings.rollout_split == "eval-only":  # run eval makes it first
         return
     names = [name for name in sorted(files.listing(root)) if name[0] != "." and name not in OWN]
     if names:

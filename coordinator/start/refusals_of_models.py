@@ -155,6 +155,10 @@ def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
     name, computed = engine.dtype
     if settings.rl_phase != "both" or not computed or settings.cluster.place:
         return
+    if computed == "auto":
+        raise SettingsError(
+            f"{name}=auto: name the type, e.g. {name}=bfloat16 trainer.compute_dtype=bfloat16"
+        )
     trained, saved = settings.trainer.rounded_to(engine.gpus > 0), settings.trainer.save_dtype
     served = {computed, trained if saved == "auto" else saved} - EXACT
     if served != {trained} - EXACT:

@@ -39,7 +39,10 @@ def export(
     checkpoints = published.checkpoints(run_dir)
     iteration = iteration or max(checkpoints, default=0)
     if iteration not in checkpoints:
-        choices = f"there are {', '.join(map(str, checkpoints))}" if checkpoints else "there is none yet"
+        them = ", ".join(map(str, checkpoints))
+        choices = (
+            f"there {'is' if len(checkpoints) == 1 else 'are'} {them}" if checkpoints else "there is none yet"
+        )
         raise SettingsError(f"--iteration {iteration}: {root} has no such checkpoint; {choices}")
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise SettingsError(f"-o {target}: is there already; give a new directory")
@@ -77,6 +80,9 @@ def export(
                 if dtype is not None:
                     _cast(inside, dtype)
             (inside / CARD).write_text(model_card(run_dir, run, iteration, inside))
+            mode = (inside / CARD).stat().st_mode
+            for file in inside.rglob("*.safetensors"):  # the library makes new ones for their owner alone
+                file.chmod(mode)
             proof = [PROOF] if PROOF in published.names(source) else []  # older versions have written none
             for name in proof:
                 shutil.copy(source / name, inside / name)

@@ -34,6 +34,10 @@ KNOWN = known_keys()
             {"use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "kl"},
             "set trainer.kl=k1, trainer.kl_coefficient=0.01 and trainer.kl_in=token_reward",
         ),
+        (
+            {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.001},
+            "set trainer.kl=k1, trainer.kl_coefficient=0.001 and trainer.kl_in=token_reward",
+        ),
         ({"kl.init_coef": 0.01, "kl.estimator": "k2"}, "set trainer.kl=k2, trainer.kl_coefficient=0.01 and"),
         ({"use_kl_loss": False, "kl_loss_coef": 0.01}, "set trainer.kl=off"),
         ({"use_kl_loss": True, "kl_loss_coef": 0.0}, "set trainer.kl=off"),
@@ -43,6 +47,14 @@ def test_settings_that_say_one_thing_together_have_one_answer(values: dict[str, 
     assert {near_setting(name, KNOWN, values).startswith(expected) for name in values} == {True}
     lines = meant_each(list(values), KNOWN, values).splitlines()
     assert len(lines) == 2 and lines[1].startswith(f"  {', '.join(values)}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kl"),
+    [("kl_estimator", "k2", "k2"), ("kl_loss_type", "mse", "k2"), ("algorithm.kl_penalty", "kl", "k1")],
+)
+def test_an_estimator_alone_is_answered_with_itself(name: str, value: str, kl: str) -> None:
+    assert near_setting(name, KNOWN, {name: value}) == f"set both trainer.kl={kl} and trainer.kl_coefficient"
 
 
 def test_offloading_of_a_reference_and_the_split_of_an_evaluation_do_not_count_for_the_policy() -> None:

@@ -794,3 +794,7 @@ def test_run_that_begins_among_files_of_others_says_so(
     assert caplog.messages == [
         f"--log-path {tmp_path} holds no run, but a, b, c, ...; the run's files go beside them"
     ]
+    check_new_run(
+        tmp_path, RunSettings(rl_phase="rollout", rollout_split="eval-only")
+    )  # run eval puts the model there
+    assert len(caplog.messages) == 1

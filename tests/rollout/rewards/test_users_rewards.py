@@ -32,7 +32,7 @@ CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}
         ("{user}:absent", "no such name in"),
         ("{user}:one_argumet", "did you mean one_argument?"),
         ("{user}:absent", "it has "),
-        ("{user}:constant", "a int, no function"),
+        ("{user}:constant", "of type int, not a function"),
         (
             "{user}:one_argument",
             "it takes (completion), but is called with (task, completion); give it these",

@@ -189,6 +189,8 @@ def test_whole_model_is_exported_in_another_number_type(
     text_config = {"dtype": "bfloat16", "layers": 2}
     made = json.loads((tmp_path / "out" / "config.json").read_text())
     assert made == {"dtype": "bfloat16", "text_config": text_config}
+    modes = {(tmp_path / "out" / name).stat().st_mode for name in ("README.md", "model.safetensors")}
+    assert len(modes) == 1, "who may read the card may read the weights"
     (directory / "adapter_config.json").write_text("{}")
     (directory / "config.json").unlink()
     with pytest.raises(SettingsError, match="--dtype bfloat16: iteration 2 is an adapter; add --merge for"):

@@ -157,7 +157,7 @@ def refuse_two_precisions(settings: RunSettings, engine: EngineKind) -> None:
         return
     if computed == "auto":
         raise SettingsError(
-            f"{name}=auto: name the type, e.g. {name}=bfloat16 trainer.compute_dtype=bfloat16"
+            f"{name}=auto: leave {name} out, or name the type: {name}=bfloat16 trainer.compute_dtype=bfloat16"
         )
     trained, saved = settings.trainer.rounded_to(engine.gpus > 0), settings.trainer.save_dtype
     served = {computed, trained if saved == "auto" else saved} - EXACT

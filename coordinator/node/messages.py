@@ -136,12 +136,12 @@ class Messages:
         and who waits for space on a full disk.
         """
         me, watch, texts = self._identity, self._watch, list[str]()
-        if me.is_guest or watch.current is None or watch.fence.tripped or hangs(QUIET_S):
+        if me.is_guest or watch.fence.tripped or hangs(QUIET_S):
             return ""
         with contextlib.suppress(OSError):
             if self._position.waiting_for == [MASTER] and (awaited := self._masters_missing()):
                 texts.append(f"{me.run_dir.name(MASTER)} waits for {awaited}")
-            if self._position.phase is Phase.TRAINING:
+            if self._position.phase is Phase.TRAINING and watch.current is not None:
                 for rank in (set(watch.current.members) if me.is_master else {MASTER}) - {me.rank}:
                     work = watch.heartbeat(rank).get("work", "")
                     texts += [f"{me.run_dir.name(rank)}: {work}"] if work.startswith(WAITING) else []

@@ -101,7 +101,9 @@ class Pending(NodeWait):
                 text = f"the master did not take {me} in within {waited_s:.0f} s; see what it prints"
                 raise NodeEnded(Exit.LOST, text)
 
-        record = watch.wait(admitted, check, lambda: "the master to take this node in")
+        record = watch.wait(
+            admitted, check, lambda: f"the master to take this node in{self.messages.elsewhere()}"
+        )
         assert record is not None  # without a time limit
         return record
 

@@ -19,7 +19,7 @@ from coordinator.start.start import NodeStart
 from rollout.engines.model_dir import tensor_names
 from rollout.engines.model_facts import count_active_parameters
 from rollout.environment_variables import cores, memory_bytes
-from rollout.settings import DEMONSTRATION, GENERATED, PROGRAMS
+from rollout.settings import DEMONSTRATION, GENERATED, PROGRAMS, TINY
 
 MOST_ODD = 3
 """So many lines say what this machine lacks; `run doctor` says all."""
@@ -37,7 +37,7 @@ def announcement(start: NodeStart, first: int | None) -> list[str]:
     gpus = count_gpus()
     texts = {
         "demo": "" if start.overrides else "no settings given: the built-in model learns to add",
-        "model": f"{settings.model}, {_count(inputs.parameters)} parameters",
+        "model": f"{settings.model}, {_count(inputs.parameters)} parameters{_only_sums(settings)}",
         "engine": _engine(settings, inputs, start.run_dir.machine(start.rank)),
         "algorithm": _algorithm(settings),
         "tasks": _tasks(settings, inputs),
@@ -84,6 +84,12 @@ def _reward(settings: RunSettings, inputs: Inputs) -> str:
     if environment.startswith(PROGRAMS):
         return f"of the environment {environment}"
     return f"{settings.rollout.scoring}, environment {environment}"
+
+
+def _only_sums(settings: RunSettings) -> str:
+    """Say of the built-in model that it is of no use for tasks of the user's: --model was forgotten."""
+    is_ours = settings.tasks.startswith("builtin:")
+    return "" if settings.model != TINY or is_ours else "; it can only add numbers, so give --model"
 
 
 def _count(number: int) -> str:

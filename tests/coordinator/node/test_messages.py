@@ -84,6 +84,9 @@ def test_worker_names_those_for_whom_its_master_waits(
     worker._position.wait_for([0])
     assert worker.missing().startswith(named)
     assert worker.elsewhere() == (f" (rank 0 waits for {named})" if masters == [2] else "")
+    current, watch.current = watch.current, None  # the node is not taken in yet
+    assert worker.elsewhere() == (f" (rank 0 waits for {named})" if masters == [2] else "")
+    watch.current = current
     heartbeat.update(waiting_for=[], work="waiting for free space on /shared (0 of 12 MB free)")
     assert worker.elsewhere() == " (rank 0: waiting for free space on /shared (0 of 12 MB free))"
     monkeypatch.setitem(under_way, -1, DirectoryCall("list", Path("/shared"), time.monotonic() - 10.0))

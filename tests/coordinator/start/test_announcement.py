@@ -59,6 +59,12 @@ def test_demonstrations_have_no_reward_to_announce(tmp_path: Path) -> None:
     assert "reward" not in said(tmp_path, {**given, "eval.interval": 0})
 
 
+def test_built_in_model_is_said_to_be_of_no_use_for_other_tasks(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    model = said(tmp_path, {"tasks": f"{tmp_path}/own.jsonl"})["model"]
+    assert model == "builtin:tiny, 0.341 M parameters; it can only add numbers, so give --model"
+
+
 def test_same_devices_for_both_halves_are_one_crew(tmp_path: Path) -> None:
     lines = said(tmp_path, {"cluster.place": ["rollout=0", "train=0"]})
     assert lines["crews"] == "rollout=0 train=0, one crew, in turns"

@@ -29,7 +29,7 @@ _OF_LOSS, _OF_REWARD = (
 )
 _ESTIMATORS = ("kl_loss_type", "kl_estimator", "kl.estimator"), ("kl_penalty", "kl_estimator", "kl.estimator")
 _ALONE = {name for names in _ESTIMATORS for name in names}
-"""Of these one is enough, and of betas."""
+"""Names of which one is enough; of betas too."""
 OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
 
 

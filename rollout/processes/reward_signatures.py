@@ -196,15 +196,19 @@ def _arguments_of_openrlhf(task: dict[str, Any], completion: str) -> dict[str, A
 
 def _each(rewards: Any, samples: int) -> list[Any]:
     """Return the rewards of so many samples; None, which is TRL's word for one that it does not score, is 0.
-    Raises ValueError for anything but a list of that length, or a tensor that holds as many numbers.
+    Raises ValueError for anything that does not hold as many.
     """
-    values: Any = rewards.reshape(-1).tolist() if hasattr(rewards, "reshape") else rewards
-    if not isinstance(values, list | tuple) or len(cast("list[Any]", values)) != samples:
+    values: list[Any] = []
+    if hasattr(rewards, "reshape"):
+        values = rewards.reshape(-1).tolist()
+    elif isinstance(rewards, Iterable) and not isinstance(rewards, str | Mapping):
+        values = [*cast("Iterable[Any]", rewards)]
+    if len(values) != samples:
         raise ValueError(
             "it takes lists, so it must return a list with one reward for each; it returned "
             f"{rewards!r:.100} for {samples}"
         )
-    return [0.0 if value is None else value for value in cast("list[Any]", values)]
+    return [0.0 if value is None else value for value in values]
 
 
 def _with_reward(result: Any) -> Any:

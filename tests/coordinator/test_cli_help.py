@@ -157,6 +157,7 @@ def test_version_is_printed(run: Run) -> None:
     ("typed", "same"),
     [
         (["help"], ["--help"]),
+        (["iterations=4", "--help"], ["--help"]),
         (["help", "status"], ["status", "--help"]),
         (["--help", "status"], ["status", "--help"]),
         (["help", "trainer.lora"], ["trainer.lora", "--help"]),

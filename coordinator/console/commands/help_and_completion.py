@@ -25,7 +25,7 @@ class StartCommand(TyperCommand):
         """Parse; SettingsError for a second rank or file of settings. Of other options the last counts, as a
         script that adds to a command relies on. `WORD --help` prints settings.
         """
-        if len(args) == 2 and args[1] == "--help" and not args[0].startswith("-"):
+        if len(args) == 2 and args[1] == "--help" and not args[0].startswith("-") and "=" not in args[0]:
             raise typer.Exit(show_settings(args[0]))
         names = [word.partition("=")[0] for word in args]
         for name in ("--worker", "--config"):

@@ -22,6 +22,7 @@ def rank(completions, **columns):
     return [ordered.index(completion) / (len(ordered) - 1) for completion in completions]
 async def rank_later(completions, **columns): return rank(completions)
 def array(completions, **columns): return np.array(rank(completions))
+def lazily(completions, **columns): return map(float, rank(completions))
 def rows(queries, prompts, labels):
     rewards = np.array(rank(queries))[:, None]
     return {"rewards": rewards, "extra_logs": {"mean": rewards.mean(), "each": rewards}}
@@ -39,6 +40,7 @@ def reasoned(completions, reasoning, **columns):
     return [float(len(thought) > len(text)) for text, thought in zip(completions, reasoning)]
 def one_is_wrong(completions, **columns):
     return [float("nan") if text == "wrong" else len(completions) for text in completions]
+def by_text(completions, **columns): return {text: 1.0 for text in completions}
 def too_few(completions, **columns): return [1.0]
 def breaks(completions, **columns): raise KeyError("answer")
 def slow(completions, **columns):
@@ -76,7 +78,7 @@ def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scored]:
         killable_rewards._pools.pop(name).close()
 
 
-@pytest.mark.parametrize("function", ["rank", "rank_later", "array", "rows", "compute_score_batch"])
+@pytest.mark.parametrize("function", ["rank", "rank_later", "array", "lazily", "rows", "compute_score_batch"])
 def test_samples_of_a_group_are_compared(scored: Scored, function: str) -> None:
     samples, errors = scored(scored.name(function), *TEXTS)
     assert ([sample.reward for sample in samples], errors) == ([1.0, 0.0, 0.5], [])
@@ -117,6 +119,7 @@ def test_a_sample_without_a_number_is_lost_alone(scored: Scored) -> None:
     ("function", "reason"),
     [
         ("too_few", r"must return a list with one reward for each; it returned [1.0] for 3"),
+        ("by_text", "it returned {'abc': 1.0"),
         ("breaks", "KeyError"),
     ],
 )

@@ -445,6 +445,13 @@ def _table(listed: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _repaint(text: str, first: bool) -> str:
+    """Return what writes `text` over the one before, from the terminal's first line on."""
+    # Later, line by line: some terminals move a screen that is cleared at once to their scrollback.
+    begin = "\x1b[H\x1b[J" if first else "\x1b[H"
+    return begin + "".join(f"{line}\x1b[K\n" for line in text.splitlines()) + "\x1b[J"
+
+
 def _overwatch(server: Server, typed: argparse.Namespace, _rest: Sequence[str]) -> int:
     """Show all jobs, or one until it has ended; live in a terminal."""
     shown, live = "", sys.stdout.isatty()
@@ -452,7 +459,7 @@ def _overwatch(server: Server, typed: argparse.Namespace, _rest: Sequence[str]) 
         job = server.job(typed.name).status() if typed.name else None
         text = _plain(job["text"] if job else _table(server.jobs()))
         if text != shown:
-            print(f"\x1b[H\x1b[J{text}" if live else text, flush=True)
+            print(_repaint(text, first=not shown) if live else f"{text}\n", end="", flush=True)
             shown = text
         if job and job["state"] in ENDED:
             return ENDED[job["state"]]

@@ -223,7 +223,8 @@ class LiveView:
         with self._console.capture() as capture:
             for line in lines:
                 self._console.print(line)
-        erase = f"\r\x1b[{up}A\x1b[J" if up else ""
+        # Line by line: a terminal may move a screen that is cleared from its top to its scrollback.
+        erase = "\r" + "\x1b[A\x1b[2K" * up if up else ""
         self._painted = lines
         data = (erase + above + capture.get()).encode(self._file.encoding or "utf-8", "replace")
         while data:  # not through the file's buffer: Python flushes that at its end, and would wait

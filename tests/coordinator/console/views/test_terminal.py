@@ -53,16 +53,16 @@ class Terminal:
         """The lines above the cursor; the cursor stands at the beginning of an empty one."""
         lines, row = [""], 0
         for piece in re.findall(r"\x1b\[\d*[A-Za-z]|\x1b\[[\d;]*m|[\r\n]|[^\x1b\r\n]+", self.written):
-            if up := re.fullmatch(r"\x1b\[(\d+)A", piece):
-                row -= int(up[1])
-            elif piece == "\x1b[J":
-                lines = [*lines[:row], ""]
+            if piece == "\x1b[A":
+                row -= 1
+            elif piece == "\x1b[2K":
+                lines[row] = ""
             elif piece == "\n":
                 row += 1
                 lines += [""] if row == len(lines) else []
             elif piece[0] not in "\x1b\r":
                 lines[row] += piece
-        assert lines[row:] == [""], lines
+        assert not any(lines[row:]), lines
         return lines[:row]
 
     def until(self, ready: Callable[[list[str]], Any]) -> list[str]:

@@ -11,6 +11,7 @@ from coordinator.directory.layout import RunDir
 from coordinator.machine.filesystems import find_mount
 from coordinator.machine.host_lock import link_in_utf8
 from coordinator.machine.oddities import need_loopback, need_temporary
+from coordinator.machine.run_command import STARTED_BY
 from coordinator.protocol.exits import NodeEnded
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start.run_json import (
@@ -83,6 +84,18 @@ def check_new_run(root: Path, settings: RunSettings) -> None:
     if names:
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         log.warning("--log-path %s holds no run, but %s; the run's files go beside them", root, shown)
+
+
+def warn_of_own_disk(root: Path, num_nodes: int) -> None:
+    """Log a line if a run of several nodes, each started by itself, begins where other machines may see
+    nothing: a shared directory may not be mounted.
+    """
+    mount = find_mount(root.resolve())
+    if mount.is_local and num_nodes > 1 and STARTED_BY not in os.environ:
+        log.warning(
+            "--log-path %s is on a disk of this machine (%s at %s); do the other nodes see it?",
+            root, mount.kind, mount.point,
+        )  # fmt: skip
 
 
 def refuse_kernel(root: Path, existing: Path, option: str = "--log-path") -> None:

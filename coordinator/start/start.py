@@ -35,7 +35,7 @@ from coordinator.start.inputs import (
     load_inputs,
 )
 from coordinator.start.last_settings import SettingChange, changes, with_kept
-from coordinator.start.log_path import check_log_path, check_new_run, refuse_kernel
+from coordinator.start.log_path import check_log_path, check_new_run, refuse_kernel, warn_of_own_disk
 from coordinator.start.odd_settings import odd_settings
 from coordinator.start.refusals_of_models import fit_max_tokens, warn_of_reward_servers
 from coordinator.start.refusals_of_tasks import refuse_no_evaluation
@@ -162,6 +162,7 @@ def start_master(request: StartRequest, placement: Placement | None = None) -> N
     checked = check_master(request)
     if not has_run(request.root):
         _refuse_missing_gpus(checked.settings.cluster)
+        warn_of_own_disk(request.root, checked.settings.cluster.num_nodes)
     run_dir, inputs = placement_records.run_dir(request.root, request.crew, placement), checked.inputs
     run = make_run(run_dir, fixed_of(checked.settings, inputs), inputs.state_bytes)
     settings = with_save_interval(checked.settings, run)

@@ -21,6 +21,7 @@ from rollout.storage import files
 log = logging.getLogger(__name__)
 
 NOTHING_YET = " (nothing is there yet: the master makes it)"
+FIRST_REMINDER_S, REMINDER_S = 10.0, 30.0
 ENDS = {
     "stopped": "was stopped",
     "failed": "has failed",
@@ -39,7 +40,7 @@ def await_master(
     Raises Ended: nobody came, or the run is finished, or its devices are placed otherwise than in
     `placement`, by which `run_dir` was found.
     """
-    records, first, said_s = Records(run_dir), None, 0.0
+    records, first, due_s = Records(run_dir), None, FIRST_REMINDER_S
     for waited_s in patience(timeout_s):
         board = _protocol(run_dir)
         if board is not None and read_placement(run_dir.root) != placement:
@@ -52,6 +53,8 @@ def await_master(
         has_beaten = beat is not None and (first is None or beat[2:] > first[2:])
         is_its = newest and beat and newest.master_incarnation == beat.incarnation
         if newest and has_beaten and is_its and newest.kind != "moved":
+            if STARTED_BY not in os.environ:
+                log.info("found the master, on %s", newest.master_host)
             return newest
         if newest and newest.kind == "finished" and waited_s > node_timeout_s:
             again = f"run --master --log-path {shlex.quote(str(run_dir.root))} --iterations N"
@@ -61,10 +64,10 @@ def await_master(
             goes_on = f"is finished; waiting {node_timeout_s:g} s for a master that goes on with it"
             present = f" (the run there {goes_on})" if is_over else _present(run_dir, board, newest, waited_s)
             log.info("waiting for the master at %s%s", run_dir.root, present)
-        if waited_s > said_s + 30.0:
+        if waited_s >= due_s:
             present = _present(run_dir, board, newest, waited_s)
             log.info("waiting for the master at %s for %.0f s%s", run_dir.root, waited_s, present)
-            said_s = waited_s
+            due_s = waited_s + REMINDER_S
     raise NodeEnded(
         Exit.LOST,
         f"no master came within {timeout_s:.0f} s at {run_dir.root}{what_is_there(run_dir)}; start it there "

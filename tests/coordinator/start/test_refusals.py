@@ -17,13 +17,14 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from coordinator.console.commands.evaluate import as_typed
+from coordinator.machine.filesystems import Mount
 from coordinator.settings import loading
 from coordinator.settings.tree import RunSettings, SettingsError
 from coordinator.start import refusals_of_models, refusals_of_tasks, texts_of_tasks
 from coordinator.start.dry_run import check_named
 from coordinator.start.eval_tasks import RunTasks
 from coordinator.start.inputs import load_inputs
-from coordinator.start.log_path import check_log_path, check_new_run
+from coordinator.start.log_path import check_log_path, check_new_run, warn_of_own_disk
 from coordinator.start.request import StartRequest
 from coordinator.start.start import start_master
 from rollout.engines.answers import GENERATE
@@ -797,4 +798,20 @@ def test_run_that_begins_among_files_of_others_says_so(
     check_new_run(
         tmp_path, RunSettings(rl_phase="rollout", rollout_split="eval-only")
     )  # run eval puts the model there
+    assert len(caplog.messages) == 1
+
+
+def test_run_on_a_disk_of_the_master_alone_asks_whether_the_others_see_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = {"ext4": Mount("ext4", "/dev/sda1", "/"), "nfs4": Mount("nfs4", "server:/x", "/shared")}
+    for kind, mount in mounts.items():
+        monkeypatch.setattr("coordinator.start.log_path.find_mount", lambda _, mount=mount: mount)
+        warn_of_own_disk(tmp_path, 2)
+        assert len(caplog.messages) == 1, kind
+    assert "is on a disk of this machine (ext4 at /); do the other nodes see it?" in caplog.messages[0]
+    monkeypatch.setattr("coordinator.start.log_path.find_mount", lambda _: mounts["ext4"])
+    warn_of_own_disk(tmp_path, 1)
+    monkeypatch.setenv("FLAGPOST_STARTED_BY", "run local")
+    warn_of_own_disk(tmp_path, 2)
     assert len(caplog.messages) == 1

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.directory import published
+from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import GUESTS, MASTER, RunDir
 from coordinator.protocol.failed_starts import NOT_STARTED, read_failed_start
 from coordinator.protocol.on_node_failure import failure_policy
@@ -19,6 +21,8 @@ from rollout.storage.retry import WAITING
 
 ESTIMATED = {Phase.TRAIN_ROLLOUT.label, Phase.EVAL_ROLLOUT.label, Phase.TRAINING.label}
 """Phases whose nodes say when they will be ready."""
+ENDINGS = ("failed", "gave_up", "stopped", "left")
+"""Calls of a node that ends, or whose run does."""
 GOING = {"running", "holding"}
 """States of a crew that works, or waits for nodes."""
 
@@ -29,6 +33,10 @@ Said = Mapping[int, dict[str, Any]]
 def crew_dirs(root: Path) -> list[RunDir]:
     """Return the run directory as each crew sees it, first the one that generates; one crew: a single one."""
     return sorted(run_dirs(root), key=lambda run_dir: run_dir.crew)
+
+
+def _rank_of(flag: Flag) -> int:
+    return flag.rank
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,17 @@ class CrewSnapshot:
             return False
         calls = {flag.kind for flag in self.board.calls if flag.epoch == record.epoch}
         return record.kind == "finished" or bool(calls & {"failed", "gave_up", "stopped"})
+
+    @property
+    def ending(self) -> str:
+        """Why the crew has stopped and how it goes on, as its master said it, or else another node; nothing
+        if none did.
+        """
+        if self.record is None or self.state != "stopped":
+            return ""
+        calls = [flag for kind in ENDINGS for flag in self.board.called(self.record.epoch, kind)]
+        read = (published.read_json(self.run_dir.entry(flag)) for flag in sorted(calls, key=_rank_of))
+        return next((str(document["text"]) for document in read if document and "text" in document), "")
 
     @property
     def state(self) -> str:
@@ -113,6 +132,7 @@ class CrewSnapshot:
             "waits_for": waits_for,
             "work": self._work(nodes),
             "work_s": self._work_s(nodes),
+            "ending": self.ending if state == "stopped" else "",
             "waiting_s": float(since_s) if state in GOING else 0.0,
             "left_s": max(left_s, default=None) if phase in ESTIMATED else None,
             "num_nodes": len(ranks),

@@ -11,6 +11,7 @@ from coordinator.directory.layout import MASTER
 from coordinator.journal.control_characters import one_line
 from coordinator.machine.run_command import node_command
 from coordinator.node.position import GATHERING, UNITS
+from coordinator.protocol.watch import ENDED
 from coordinator.settings.number_ranges import iterations_text
 
 NAMED = 3
@@ -83,7 +84,7 @@ def where(status: Status) -> str:
     if status["waits_for"]:
         return text if status["iteration"] else "not begun"
     gathers = status["phase"] == GATHERING and status["waiting_for"]  # `waiting` says whom, and how long
-    if status["state"] != "finished" and status["phase"] and not gathers:
+    if status["state"] != "finished" and status["phase"] not in {"", ENDED} and not gathers:
         text += f", {status['phase']}"
     if not is_going(status):
         return text
@@ -126,10 +127,16 @@ def missing(status: Status) -> set[str]:
 
 def repairs(status: Status, root: Path) -> list[str]:
     """For each node that the run waits for, say why it did not start, and give the command that brings it
-    there.
+    there. Of a run that has stopped say why, and give the command that goes on.
     """
     lines: list[str] = []
     for crew in status["crews"]:
+        if crew["state"] == "stopped":
+            master: Node = crew["nodes"][MASTER]
+            place = f"on {master['host']}" if master["host"] else "on its machine"
+            reason, _, command = crew["ending"].partition(". To ")
+            command = command or f"go on, {place}: {node_command(root, master['rank'])}"
+            lines += [text for text in (reason, f"to {command}") if text and text not in lines]
         for node in crew["nodes"] if crew["state"] == "holding" else ():
             if node["state"] == "alive" or node["rank"] not in crew["waiting_for"]:
                 continue
@@ -213,6 +220,7 @@ def render(status: Status, root: Path) -> str:
         epoch, places = "", [of_crew(crew, led_by(crew)) for crew in crews]
     elif not going:
         places = [f"it {'ended with' if status['state'] == 'finished' else 'was last in'} {places[0]}"]
+        places = places if status["iteration"] else ["it has begun no iteration"]
     last = rewards(status["last_metrics"])
     lines = [
         f"{one_line(str(root))}: run {status['run_id']} is {status['state']}{epoch}",

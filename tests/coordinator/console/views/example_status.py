@@ -24,7 +24,7 @@ def status(*nodes: dict[str, Any], **said: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run_id": "abc", "state": "running", "epoch": 2, "iteration": 5, "iterations": 16,
         "phase": "train_rollout", "waiting_for": [], "waits_for": "", "work": "", "work_s": 0.0,
-        "waiting_s": 0.0, "left_s": None, "num_nodes": len(nodes), "nodes": list(nodes),
+        "waiting_s": 0.0, "left_s": None, "ending": "", "num_nodes": len(nodes), "nodes": list(nodes),
         "last_metrics": None, **said,
     }  # fmt: skip
     return {**found, "crews": [{"crew": "main", **found}]}

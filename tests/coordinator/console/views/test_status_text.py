@@ -10,13 +10,14 @@ from coordinator.console.commands.status import show_status
 from coordinator.console.views.run import Run
 from coordinator.console.views.status_text import duration, render, repairs, where
 from coordinator.console.views.terminal_lines import view
+from coordinator.directory.file_names import Flag
 from coordinator.directory.layout import RunDir
 from coordinator.journal.control_characters import one_line, plain
 from coordinator.protocol.records import claim
 from coordinator.protocol.watch import ENDED
 from coordinator.settings.tree import SettingsError
 from tests.coordinator.console.views.beating_run import SETTINGS, beat, flag, running, states
-from tests.coordinator.examples import record
+from tests.coordinator.examples import record, write_json
 
 
 def test_lobby_is_holding_and_shows_who_has_not_come(run_dir: RunDir) -> None:
@@ -148,11 +149,21 @@ def test_rendered_status_has_a_line_a_node_and_the_last_rewards(run_dir: RunDir)
     assert lines[-1] == "last finished: iteration 4, reward 0.612"
 
 
-def test_rendered_status_of_a_stopped_run_says_where_it_was(run_dir: RunDir) -> None:
+def test_rendered_status_of_a_stopped_run_says_where_it_was_why_it_ended_and_how_it_goes_on(
+    run_dir: RunDir,
+) -> None:
     running(run_dir, waiting_for=[2])
-    flag(run_dir, 0, "stopped")
-    text = render(Run(run_dir.root).status(), run_dir.root)
-    assert "it was last in iteration 5 of 8, train_rollout\n" in text
+    flag(run_dir, 2, "failed")
+    lines = render(Run(run_dir.root).status(), run_dir.root).splitlines()
+    assert lines[1:4] == [
+        "it was last in iteration 5 of 8, train_rollout",
+        "said why",
+        f"to go on, on node-0: run --master --log-path {run_dir.root}",
+    ]
+    call = {"text": "rank 0 was interrupted. To resume: run local --log-path /x"}
+    write_json(run_dir.entry(Flag(2, 5, 2, 0, "stopped")), call)
+    lines = render(Run(run_dir.root).status(), run_dir.root).splitlines()
+    assert lines[2:4] == ["rank 0 was interrupted", "to resume: run local --log-path /x"], "of the master"
 
 
 @pytest.mark.parametrize(

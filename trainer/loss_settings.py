@@ -12,7 +12,7 @@ from trainer.choices import Advantage, Aggregation, Clip, ClipBound, Correction,
 from trainer.source_settings import SourceSettings, by_source
 
 _CRITICS = (
-    "no value model is trained: take grpo, which compares the samples of a task, with the same clipping"
+    "take grpo, which compares the samples of a task, with the same clipping: no value model is trained"
 )
 ELSEWHERE = {
     **dict.fromkeys(("ppo", "gae", "vapo"), _CRITICS),

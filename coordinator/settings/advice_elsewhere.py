@@ -1,6 +1,7 @@
 """Names of settings in other trainers that are no setting here, or two: what to do in place of each.
 
-A name is as in `names_elsewhere`.
+A name is as in `names_elsewhere`. The value that was typed takes the place of what stands in braces; that of
+`{NAME}` is the last part of the name, that of `{ENVIRONMENT}` the first `id` in the value.
 """
 
 from coordinator.settings.names_elsewhere import by_name
@@ -28,10 +29,12 @@ _INSTEAD = {
         "num_iters num_train_steps"
     ),
     "a file of settings is given as --config FILE": "config config_file",
-    "a run is known by its directory: --log-path DIR": (
-        "output_dir default_local_dir run_name wandb.name overwrite_output_dir experiment_name "
-        "save_path ckpt_path log_path log_dir logging_dir wandb_run_name wandb_group default_hdfs_dir "
-        "wandb.group ckpt.path wandb_name checkpoint_dir save_dir"
+    "give the directory of a run as --log-path {DIR}": (
+        "output_dir default_local_dir save_path ckpt_path checkpoint_dir save_dir"
+    ),
+    "a run is known by its directory, --log-path; leave it out": (
+        "run_name wandb.name overwrite_output_dir experiment_name log_path log_dir logging_dir "
+        "wandb_run_name wandb_group default_hdfs_dir wandb.group ckpt.path wandb_name"
     ),
     "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation truncation_mode",
     "rows are packed without padding where the model can do that": (
@@ -49,22 +52,25 @@ _INSTEAD = {
         "log_completions rollout_data_dir num_completions_to_print validation_data_dir "
         "log_val_generations log_multimodal log_unique_prompts log_completions_hub_repo"
     ),
-    "name the column of the data: columns.messages=COLUMN": (
+    "name the column of the data: columns.messages={COLUMN}": (
         "prompt_key input_key dataset_text_field formatting_func"
     ),
-    "name the column of the data: columns.answer=COLUMN": "label_key",
-    "name the column of the data: columns.images=COLUMN": "image_key",
-    "name the column of the data: columns.source=COLUMN": "reward_fn_key",
+    "name the column of the data: columns.answer={COLUMN}": "label_key output_key response_key",
+    "name the column of the data: columns.images={COLUMN}": "image_key",
+    "name the column of the data: columns.source={COLUMN}": "reward_fn_key",
+    "name the column of the data: columns.chosen={COLUMN}": "chosen_key",
+    "name the column of the data: columns.rejected={COLUMN}": "rejected_key",
     "--reward my_rewards.py:score, or a server: --reward http://HOST:PORT/score": "remote_rm_url remote_url",
     "tools belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
-        "multi_turn tools tool_config_path agent_func_path agent"
+        "multi_turn tools tool_config_path agent"
     ),
+    "give --environment {my_agent.py}:FUNCTION (docs/environments.md)": "agent_func_path",
     "turns belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
         "max_assistant_turns max_tool_calling_iterations max_turns max_user_turns max_steps_per_episode"
     ),
     "the engine leaves the GPU to the trainer by itself; engine.sleep says how": (
         "free_cache_engine vllm_enable_sleep vllm_enable_sleep_mode deepspeed_enable_sleep "
-        "fsdp2_enable_sleep enable_sleep_mode"
+        "fsdp2_enable_sleep enable_sleep_mode enable_sleep"
     ),
     "trainer.compile=true compiles the layers, and has no other choice": (
         "compile.fullgraph compile.dynamic compile.mode compile.backend fullgraph"
@@ -73,9 +79,6 @@ _INSTEAD = {
         "log.level log_level log_level_replica log.vf_level log.file logging_level verbosity"
     ),
     "the layers are those of transformers; leave it out": "model.impl",
-    "rewards are computed while others are generated; leave it out": (
-        "launch_reward_fn_async reward.num_workers reward_manager.num_workers"
-    ),
     "all devices generate and train in turns; --place rollout=0-5 --place train=6,7 makes two crews": (
         "inference_gpu_ids trainer_gpu_ids num_infer_gpus num_train_gpus colocate_all_models "
         "vllm_num_engines colocate_all colocate_actor_ref colocate_critic_reward num_engines "
@@ -84,11 +87,12 @@ _INSTEAD = {
     "the engine shares the GPUs; a server of your own: --engine-url http://HOST:PORT": (
         "vllm_mode vllm_device"
     ),
-    "an argument of vLLM is given as engine.args.NAME=VALUE, e.g. engine.args.enforce_eager=true": (
+    "set engine.args.{NAME}={VALUE}, an argument of vLLM": (
         "enforce_eager engine_kwargs cudagraph_capture_sizes scheduling_policy "
-        "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space vllm_model_impl "
-        "quantization fp8 kv_cache_offload"
+        "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space quantization "
+        "max_num_batched_tokens max_num_seqs max_model_len enable_prefix_caching enable_chunked_prefill"
     ),
+    "an argument of vLLM is given as engine.args.NAME=VALUE": "vllm_model_impl fp8 kv_cache_offload",
     "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
     "microbatches always have trainer.max_tokens_per_microbatch tokens": (
         "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz dynamic_batch_enable"
@@ -96,14 +100,14 @@ _INSTEAD = {
     "`messages` get the template; a string in `prompt` with columns.messages=prompt": (
         "apply_chat_template input_template"
     ),
-    "name file and function: --reward my_rewards.py:score": (
+    "a reward of yours is --reward my_rewards.py:score": (
         "custom_reward_function reward_manager reward_manager.name"
     ),
     "trainer.advantage compares rewards within their group; leave it out": (
         "normalize_enable normalize_reward"
     ),
     "a reward model is a server: --reward http://HOST:PORT/score": (
-        "reward_model reward_pretrain reward_model_path"
+        "reward_model reward_pretrain reward_model_path reward.model_name_or_path reward_model_name_or_path"
     ),
     "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
     "every iteration is written to metrics.jsonl; run status --watch shows it": (
@@ -120,10 +124,11 @@ _INSTEAD = {
         "overlong_penalty_factor overlong_buffer_cfg overlong_buffer_cfg.enable overlong_buffer_cfg.len "
         "overlong_buffer_cfg.penalty_factor"
     ),
-    "give both --tasks verifiers:NAME and --environment verifiers:NAME, with ,PARAMETER=VALUE": (
-        "orchestrator.env train.env"
-    ),
-    "give --eval-tasks verifiers:NAME, with ,PARAMETER=VALUE": "eval.env",
+    (
+        "give both --tasks verifiers:{ENVIRONMENT} and --environment verifiers:{ENVIRONMENT}, with "
+        ",PARAMETER=VALUE"
+    ): "orchestrator.env train.env train.source",
+    "give --eval-tasks verifiers:{ENVIRONMENT}, with ,PARAMETER=VALUE": "eval.env eval.source",
     "theirs is both together: rollout.max_prompt_tokens and rollout.max_tokens": "max_len",
     "no sample is cut: rollout.max_prompt_tokens and rollout.max_tokens are how long its parts may be": (
         "max_length max_seq_length max_seq_len seq_length"
@@ -136,13 +141,13 @@ _INSTEAD = {
         "save_only_model disable_ds_ckpt disable_ds"
     ),
     "the reference has no nodes, no layout and no offloading of its own; leave it out": (
-        "ref_num_nodes ref_num_gpus_per_node ref.param_offload ref.strategy"
+        "ref ref_num_nodes ref_num_gpus_per_node"
     ),
     "a judge or reward model has no nodes of the run: --reward http://HOST:PORT/score; leave it out": (
-        "reward_num_nodes reward_num_gpus_per_node"
+        "reward_num_nodes reward_num_gpus_per_node reward.num_nodes reward.num_gpus_per_node"
     ),
     "rollout.dynamic_sampling=true leaves out groups whose rewards are all the same, whatever they are": (
-        "dynamic_filtering_reward_range"
+        "dynamic_filtering_reward_range dynamic_filtering_range"
     ),
     "the reference stays the model that the run started from; leave it out": (
         "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha ref_model reference_model ref_model_path"
@@ -152,7 +157,7 @@ _INSTEAD = {
         "vllm_structured_outputs_regex vllm_guided_decoding_regex"
     ),
     "samples are always drawn; rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p say how": (
-        "do_sample generation_kwargs"
+        "do_sample"
     ),
     "all tokens of a sample are trained on; leave it out": (
         "top_entropy_quantile clip_cov_ratio kl_cov_ratio clip_cov_lb clip_cov_ub ppo_kl_coef"
@@ -196,7 +201,7 @@ _INSTEAD = {
         "auto_find_batch_size torch_empty_cache_steps disable_tqdm model.attn precompute_ref_log_probs "
         "_target_ deepcompile overlap_comm gradient_checkpointing_reentrant "
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs disable_fast_tokenizer "
-        "use_universal_ckpt ring_attn_head_stride experts_implementation ref.offload reward.offload "
+        "use_universal_ckpt ring_attn_head_stride experts_implementation reward.offload "
         "use_orig_params entropy_from_logits_with_chunking forward_only calculate_entropy load_contents "
         "async_save del_local_ckpt_after_load ray_wait_register_center_timeout use_legacy_worker_impl "
         "disable_log_stats multi_stage_wake_up skip_tokenizer_init layered_summon return_raw_input_ids "
@@ -209,8 +214,14 @@ _INSTEAD = {
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend use_cache liger_kernel_config "
         "logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics prediction_loss_only "
         "max_workers use_flash_attention sync_interval weight_sync_interval image_patch_size "
-        "max_images_per_prompt"
+        "max_images_per_prompt task_type debug deepspeed_multinode_launcher main_training_function "
+        "tpu_env tpu_use_cluster tpu_use_sudo enable_cpu_affinity renderer.name initial_inflight "
+        "fused_lm_head_token_chunk_size fsdp_config.seed max_resp_len rollout_correction.loss_type "
+        "deployment.type transfer_queue trackio_space_id use_ms launch_reward_fn_async reward.num_workers "
+        "reward_manager.num_workers"
     ),
+    "the built-in reward code runs programs in a jail of its own; leave it out": "sandbox_fusion",
+    "on Slurm nodes start with srun (docs/clusters.md)": "slurm",
     "run profile says where the time goes; leave it out": (
         "profiler global_profiler profile profile_steps npu_profile"
     ),
@@ -227,6 +238,7 @@ _INSTEAD = {
     "logits always become float32 before logprobs are taken; leave it out": (
         "cast_lm_head_to_fp32 fp32_lm_head"
     ),
+    "a teacher is a server: rollout.teacher=http://HOST:PORT/v1": "teacher.name",
     "run eval scores a checkpoint, or --model, alone": "val_only",
     "rollout.task_sampling=curriculum prefers tasks that are sometimes solved": (
         "easy_threshold hard_threshold easy_fraction hard_fraction"
@@ -238,13 +250,13 @@ _INSTEAD = {
     "4 bits are trainer.lora.base_dtype=nf4; there are no 8": (
         "load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"
     ),
-    "routers have no loss of their own; leave it out": (
-        "aux_loss_coef router_aux_loss_coef output_router_logits moe_aux_loss_coeff"
+    "there is none of that; leave it out": (
+        "aux_loss_coef router_aux_loss_coef output_router_logits moe_aux_loss_coeff neftune_noise_alpha mtp "
+        "enable_ema ema_beta qat greater_is_better use_bias_correction_kl"
     ),
     "set trainer.engine_correction=masked and trainer.engine_correction_cap, or engine_sequence_cap": (
         "token_mask_high token_mask_low geo_mask_high geo_mask_low sequence_mask_high sequence_mask_low"
     ),
-    "embeddings are trained without noise; leave it out": "neftune_noise_alpha",
     "trainer.engine_correction corrects for what engine and trainer differ in; leave it out": "kl_tau",
     "metrics.sinks=wandb; it reads WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE": (
         "use_wandb wandb.key wandb_api_key wandb_entity wandb.entity wandb_org wandb.org wandb_mode"
@@ -252,9 +264,7 @@ _INSTEAD = {
     "the GPUs that engine.tensor_parallel_size leaves hold further replicas; leave it out": (
         "data_parallel_size dp"
     ),
-    "heads that predict several tokens are not trained; leave it out": "mtp",
     "checkpoints.keep_last counts them; leave it out": "max_mem max_ckpt_mem",
-    "no mean of older weights is kept; leave it out": "enable_ema ema_beta",
     "set rollout.task_sampling=ratio, and a share for each source: rollout.ratio.SOURCE=SHARE": (
         "prompt_probs prompt_data_probs"
     ),
@@ -268,8 +278,8 @@ _INSTEAD = {
     "trainer.clip=soft has the temperatures of SAPO's paper; leave it out": (
         "tau_pos tau_neg sapo_temperature_pos sapo_temperature_neg"
     ),
-    "there is no VESPO; trainer.clip says what there is": (
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
+    "there is no such loss; trainer.clip says what there is": (
+        "dro_beta vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
     ),
     "trainer.aggregation=constant divides by rollout.max_tokens; leave it out": "loss_scale_factor",
     "a sample ends where the model ends it; leave it out": (
@@ -289,7 +299,6 @@ _INSTEAD = {
     "trainer.engine_sequence_cap leaves out whole sequences that have gone too far": (
         "off_policy_mask_threshold"
     ),
-    "KL is not weighed by the ratio; leave it out": "use_bias_correction_kl",
     "trainer.engine_correction=masked leaves out weights below the inverse of its cap": (
         "vllm_importance_sampling_clip_min"
     ),
@@ -298,7 +307,6 @@ _INSTEAD = {
     "layers are computed again: trainer.activation_checkpointing=true": (
         "activation_offloading ac_offloading enable_activation_offload activation_offload"
     ),
-    "a higher score is better; leave it out": "greater_is_better",
     "a machine without GPUs trains on its CPU; CUDA_VISIBLE_DEVICES= hides them": "use_cpu",
     "a reward counts as its function returns it; leave it out": "reward_clip_range",
     "a run with trainer.algorithm=sft goes before; no other loss is added": (

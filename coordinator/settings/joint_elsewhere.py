@@ -1,5 +1,6 @@
 """Settings of other trainers that say one thing together, and what is typed here for all of them."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from trainer.settings import TrainerSettings
 
 Values = Mapping[str, Any]
 """Values by the last part of their names, and by the last two."""
-_APART = ("ref", "critic", "reward_model", "eval")
+_APART = ("ref", "critic", "reward_model", "reward", "eval")
 """Sections whose settings do not go with those of others."""
 
 _DATA = ("dataset_name", "dataset", "train_dataset", "prompt_data", "prompt_dataset")
@@ -28,8 +29,31 @@ _OF_LOSS, _OF_REWARD = (
     ("kl_coef", "kl_penalty_coef", "kl.init_coef", "init_kl_coef"),
 )
 _ESTIMATORS = ("kl_loss_type", "kl_estimator", "kl.estimator"), ("kl_penalty", "kl_estimator", "kl.estimator")
-_ALONE = {name for names in _ESTIMATORS for name in names}
+_REWARD = ("custom_reward_function.path", "custom_reward_function.name", "remote_rm_url", "remote_url")
+_ALONE = {name for names in (*_ESTIMATORS, _REWARD) for name in names}
 """Names of which one is enough; of betas too."""
+_CUTS = ("max_samples", "train_max_samples")
+_OVERLONG = (
+    *(
+        "overlong_buffer.enable",
+        "overlong_buffer.len",
+        "overlong_buffer.penalty_factor",
+        "overlong_buffer.log",
+    ),
+    *("overlong_buffer_cfg.enable", "overlong_buffer_cfg.len", "overlong_buffer_cfg.penalty_factor"),
+    *("overlong_buffer_cfg.log", "overlong_buffer_len", "overlong_penalty_factor"),
+)
+_LONGEST = (
+    *("max_response_length", "max_new_tokens", "generate_max_len", "rollout.max_tokens"),
+    *("max_completion_length", "response_length"),
+)
+_ADVANTAGES = ("adv_estimator", "advantage_estimator", "advantage.estimator")
+_LOSSES = ("loss_mode", "policy_loss_type", "loss_type")
+_PRESETS = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "dppo_tv": "dppo"}
+"""The preset of a loss of theirs with the advantage of GRPO."""
+_GPUS = ("n_gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node")
+_NODES = ("nnodes", "actor_num_nodes", "num_nodes")
+_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
 
 
@@ -51,7 +75,8 @@ def joint_answer(typed: str, values: Mapping[str, Any]) -> str | None:
 def _names(typed: str) -> tuple[str, ...]:
     """Return the last part of a name and its last two parts; nothing in a section that is answered apart."""
     parts = typed.lstrip("-+~").replace("-", "_").lower().split(".")
-    return () if {*parts[:-1]} & {*_APART} else (parts[-1], ".".join(parts[-2:]))[: len(parts)]
+    is_apart = {*parts[:-1]} & {*_APART} and not re.search("overlong|remote", typed)
+    return () if is_apart else (parts[-1], ".".join(parts[-2:]))[: len(parts)]
 
 
 def _first(values: Values, names: tuple[str, ...]) -> Any:
@@ -64,8 +89,11 @@ def _data_set(values: Values, setting: str, names: tuple[str, ...], splits: tupl
     name, config, split = _first(values, names), _first(values, _CONFIG), _first(values, splits)
     if not isinstance(name, str) or name.count("/") != 1 or name.startswith((".", "/")):
         return None
-    if config and not split:
+    cut = None if setting == "eval_tasks" else _first(values, _CUTS)
+    if (config or cut) and not split:
         split = "test" if setting == "eval_tasks" else "train"
+    if type(cut) is int and cut > 0 and "[" not in str(split):
+        split = f"{split}[:{cut}]"
     return f"did you mean {setting}={':'.join(str(part) for part in ('hf', name, config, split) if part)}?"
 
 
@@ -102,6 +130,58 @@ def _adapters(values: Values) -> str | None:
     return f"did you mean trainer.lora.rank={rank}?" if is_on else "leave it out: there is no adapter"
 
 
+def _overlong(values: Values) -> str | None:
+    if any(values.get(name) is False for name in _OVERLONG if name.endswith(".enable")):
+        return "did you mean trainer.overlong=keep?"
+    length = _first(values, tuple(name for name in _OVERLONG if name.endswith("len")))
+    longest = _first(values, _LONGEST)
+    if not type(length) is type(longest) is int:
+        return None
+    share = f"trainer.overlong=penalise trainer.overlong_buffer={length / longest:.3g}"
+    return f"did you mean {share}? ({length} of {longest} tokens)"
+
+
+def _algorithm(values: Values) -> str | None:
+    preset = _PRESETS.get(str(_first(values, _LOSSES)))
+    is_of_groups = _first(values, _ADVANTAGES) in ("grpo", "group_norm")
+    return f"did you mean trainer.algorithm={preset}?" if is_of_groups and preset else None
+
+
+def _cispo(values: Values) -> str | None:
+    """Return the bound of CISPO's weight: TRL's is that itself, verl's has no lower one from 1 on."""
+    if _first(values, _LOSSES) != "cispo":
+        return None
+    high, low = values.get("epsilon_high"), values.get("clip_ratio_low")
+    if values.get("loss_type") == "cispo" and isinstance(high, int | float):
+        return f"did you mean trainer.clip_high={high - 1:g}? (1 + ours is theirs; epsilon does nothing)"
+    return "did you mean trainer.clip_low=1? (no bound)" if isinstance(low, int | float) and low > 1 else None
+
+
+def _gpus(values: Values) -> str | None:
+    numbers = _first(values, _GPUS), _first(values, _NODES)
+    is_known = all(type(number) is int for number in numbers)
+    return f"did you mean cluster.expect_gpus={numbers[0] * numbers[1]}?" if is_known else None
+
+
+def _step(values: Values) -> str | None:
+    per_device, steps, samples = (
+        next((values[name] for name in names if type(values.get(name)) is int), usual)
+        for names, usual in ((_STEP[:1], 8), (_STEP[1:2], 1), (("num_generations", "samples_per_task"), 8))
+    )
+    tasks = per_device * (values.get(_STEP[2]) or steps) / samples
+    return (
+        f"set trainer.global_batch_size to {per_device * steps} x processes, and "
+        f"rollout.tasks_per_iteration to {tasks:g} x processes"
+    )
+
+
+def _reward(values: Values) -> str | None:
+    path, url = _first(values, _REWARD[:1]), _first(values, _REWARD[2:])
+    name = _first(values, _REWARD[1:2]) or "compute_score" if path else "reward_func"
+    is_server = str(url).startswith("http")
+    return f"did you mean --reward {path or url}{'' if is_server else f':{name}'}?" if path or url else None
+
+
 def _url(values: Values) -> str | None:
     return f"did you mean engine.url=http://{_first(values, _HOST)}:{_first(values, _PORT)}?"
 
@@ -129,12 +209,18 @@ def _kl(values: Values) -> str | None:
 
 
 _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str | None]], ...] = (
-    ((*_DATA, *_CONFIG, *_SPLIT), (), _tasks),
+    ((*_DATA, *_CONFIG, *_SPLIT, *_CUTS), (), _tasks),
     ((*_EVAL_DATA, *_EVAL_SPLIT), (*_DATA, *_CONFIG), _eval_tasks),
     ((*_BETAS[0], *_BETAS[1]), (), _betas),
     (_OFFLOADS, (), _offload),
     ((*_ADAPTERS, *_RANKS), (), _adapters),
     ((*_HOST, *_PORT), (), _url),
+    (_OVERLONG, _LONGEST, _overlong),
+    ((*_ADVANTAGES, *_LOSSES), (), _algorithm),
+    (("epsilon", "epsilon_high", "clip_ratio_low"), _LOSSES, _cispo),
+    (_GPUS, _NODES, _gpus),
+    (_STEP, (), _step),
+    (_REWARD, (), _reward),
     ((*_IN_LOSS, *_IN_REWARD, *_OF_LOSS, *_OF_REWARD, *_ESTIMATORS[0], *_ESTIMATORS[1]), (), _kl),
 )
 """Names of others; what may stand beside them; the answer where two or more of both are given."""

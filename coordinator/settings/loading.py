@@ -288,7 +288,8 @@ def refuse_unknown(overrides: Mapping[str, Any]) -> None:
         if key not in known and not _opened(key):
             unknown.append(key)
     if unknown:
-        raise SettingsError(suggestions.meant_each(unknown, known, overrides))
+        typed = dict(flatten({key: overrides[key] for key in unknown}))  # what a table of theirs holds
+        raise SettingsError(suggestions.meant_each(list(typed) or unknown, known, {**overrides, **typed}))
 
 
 def _refuse_secret(key: str, value: Any) -> None:

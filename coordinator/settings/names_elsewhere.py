@@ -23,7 +23,7 @@ _NAMES = {
     "trainer.clip_norm": "max_grad_norm grad_clip max_norm gradient_clipping clip_grad",
     "trainer.global_batch_size": (
         "batch_size train_batch_size ppo_mini_batch_size gradient_accumulation_steps train.batch_size "
-        "num_mini_batches accumulate_grad_batches"
+        "data.batch_size num_mini_batches accumulate_grad_batches"
     ),
     "trainer.max_tokens_per_microbatch": (
         "per_device_train_batch_size micro_batch_size micro_train_batch_size train_max_tokens_per_gpu "
@@ -41,7 +41,8 @@ _NAMES = {
     ),
     "trainer.clip_high": "epsilon_high clip_ratio_high eps_high clip_eps_high",
     "trainer.algorithm": (
-        "loss_type algo adv_estimator advantage_estimator advantage.estimator loss.type advantage.type"
+        "loss_type algo adv_estimator advantage_estimator advantage.estimator loss.type advantage.type "
+        "algo.type"
     ),
     "trainer.lora.rank": "lora_r use_peft use_lora peft_config r lora_rank",
     "trainer.lora.alpha": "lora_alpha",
@@ -66,7 +67,7 @@ _NAMES = {
         "steps_per_generation rollout.batch_size"
     ),
     "rollout.temperature": "temp",
-    "rollout.stop": "stop_strings",
+    "rollout.stop": "stop_strings generation_kwargs.stop",
     "rollout.reward": "reward_fn reward_funcs",
     "rollout.environment": "env",
     "iterations": "steps max_steps total_steps total_training_steps",
@@ -74,7 +75,7 @@ _NAMES = {
     "tasks": (
         "dataset train_dataset dataset_name train_files prompt_data dataset_config dataset_configs "
         "dataset_split dataset_train_split max_samples train_max_samples prompt_dataset prompt_split "
-        "data_split"
+        "data_split data.name"
     ),
     "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name sft_model_path",
     "checkpoints.keep_last": (
@@ -125,7 +126,7 @@ _NAMES = {
         "fsdp_sharding_strategy fsdp_size dp_replicate zpg fsdp_config"
     ),
     "trainer.processes_per_node": "num_processes",
-    "rollout.seed": "data_seed data_loader_seed",
+    "rollout.seed": "data.seed data_seed data_loader_seed",
     "trainer.dual_clip": "clip_ratio_c",
     "metrics.project": "project_name wandb_project wandb.project",
     "engine.args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
@@ -134,19 +135,18 @@ _NAMES = {
     ),
     "eval.max_tasks": "val_max_samples eval.num_examples num_examples",
     "engine.url": "client.base_url vllm_server_base_url vllm_server_host vllm_server_port",
-    "engine.args.max_num_batched_tokens": "max_num_batched_tokens",
-    "engine.args.max_num_seqs": "max_num_seqs",
-    "engine.args.max_model_len": "max_model_len vllm_max_model_length",
-    "engine.args.enable_prefix_caching": "enable_prefix_caching",
-    "engine.args.enable_chunked_prefill": "enable_chunked_prefill",
+    "engine.args.max_model_len": "vllm_max_model_length",
     "rollout.concurrency": "max_inflight_rollouts max_inflight",
     "eval.temperature": (
         "val_kwargs.temperature val_kwargs.do_sample eval.sampling.temperature "
         "orchestrator.eval.sampling.temperature"
     ),
     "eval.top_p": "val_kwargs.top_p eval.sampling.top_p orchestrator.eval.sampling.top_p",
-    "eval.max_tokens": "eval.sampling.max_tokens orchestrator.eval.sampling.max_tokens",
-    "rollout.teacher": "teacher_model.model.name orchestrator.teacher_model.model.name",
+    "eval.max_tokens": (
+        "eval.sampling.max_tokens orchestrator.eval.sampling.max_tokens "
+        "eval.sampling.max_completion_tokens orchestrator.eval.sampling.max_completion_tokens"
+    ),
+    "rollout.teacher": ("teacher_model.model.name orchestrator.teacher_model.model.name teacher.base_url"),
     "eval.top_k": "val_kwargs.top_k",
     "eval.samples_per_task": (
         "val_kwargs.n eval_n_samples_per_prompt eval.rollouts_per_example num_generations_eval "
@@ -158,7 +158,7 @@ _NAMES = {
         "rollout_is_threshold tis_imp_ratio_cap is_correction_threshold rollout_rs_threshold"
     ),
     "trainer.undesirable_weight": "desirable_weight",
-    "trainer.pair_beta": "dpo_beta kto_beta",
+    "trainer.pair_beta": "dpo_beta kto_beta model.beta",
     "checkpoints.best_by": "metric_for_best_model best_metric_key",
     "checkpoints.keep_best": "load_best_model_at_end",
     "metrics.samples": "log_extras.samples",

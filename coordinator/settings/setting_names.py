@@ -41,7 +41,7 @@ def takes(name: str, value: Any) -> bool:
         return isinstance(value, str) and value in PRESETS
     field = dict(fields(RunSettings)).get(name)
     if field is None:
-        return name.startswith("engine.args.")
+        return name.startswith(("engine.args.", "rollout.chat_template."))
     try:
         checked(field, value)
     except ValueError:  # which both of pydantic's errors are

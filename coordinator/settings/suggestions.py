@@ -1,6 +1,5 @@
-"""Find the setting that a person meant: by what other trainers call it, by its last part, by its spelling."""
+"""Answer settings that are none here with the setting, and the value, that a person meant."""
 
-import difflib
 import json
 import re
 import shlex
@@ -13,77 +12,45 @@ from coordinator.settings.advice_elsewhere import ANSWERS
 from coordinator.settings.joint_elsewhere import OFF, joint_answer
 from coordinator.settings.metrics import SINKS
 from coordinator.settings.names_elsewhere import ALIASES
+from coordinator.settings.near_names import known_as, pair_of, plain, spelled_like
 from coordinator.settings.setting_names import as_typed, choices_of, default_of, takes
 from coordinator.settings.values_elsewhere import BY_SAMPLES, BY_VALUE, COUNTED, SAME_NUMBER, VALUES
 from rollout.settings import RolloutSettings
 from trainer.loss_settings import ELSEWHERE
 
-NEAR, NEARER = 0.75, 0.85
-"""How alike two spellings must be, from 0 to 1, with up to two letters more or less, and with more: nobody
-means `gpus` with `bogus`, or `batch_size` with `gen_batch_size`.
-"""
-NEAR_WORD = 0.6
-"""So much must each word of a name be like that of the other, where they have equally many."""
-SHORT = 4
-"""The last part of a dotted name that has so many letters says too little: nobody means `dtype` with `type`.
-"""
 SHOWN = 4
 """So many settings of a section are named."""
 NONE: Mapping[str, Any] = MappingProxyType({})
 LOW_AND_HIGH = ("eps_clip_low_high", "vllm_is_truncated_threshold")
 """Settings of others that are two numbers."""
-_NOT_HERE = ("critic", "reward_model")
+_NOT_HERE = (
+    *(
+        "critic",
+        "reward_model",
+        "ref",
+        "qat",
+        "sandbox_fusion",
+        "profiler",
+        "global_profiler",
+        "transfer_queue",
+    ),
+    *("ray_kwargs", "ray_init", "slurm"),
+)
 """Sections of others that have no equal, whatever is in them."""
 _OF_CODE = ("rollout.reward", "rollout.environment")
 """Settings that name code, which is called otherwise elsewhere."""
+MANY = 60
+"""From so many unknown settings on, as a whole configuration has them, only those that change something are
+listed.
+"""
 ALL_SHOWN = "run --dry-run shows all settings"
-
-
-def known_as(typed: str, known: Sequence[str]) -> str | None:
-    """Return the setting of that name, whatever its section and spelled with - or _, or by another name."""
-    word = _plain(typed)
-    leaf = word.rpartition(".")[2]
-    if word in known:
-        return word
-    by_leaf = (name for name in known if name.rpartition(".")[2] == leaf)
-    return ALIASES.get(word) or ALIASES.get(_pair(word)) or next(by_leaf, None) or ALIASES.get(leaf)
-
-
-def spelled_like(typed: str, known: Sequence[str]) -> str | None:
-    """Return the setting, or section, whose name or last part is spelled most like what was typed."""
-    word = _plain(typed)
-    sections = {name.rpartition(".")[0] for name in known} - {""}
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    # Within a section only what follows must be alike: trainer.project_name is not trainer.betas.
-    names = () if word.rpartition(".")[0] in sections else (*known, *sections)
-    # Most of a long name of theirs is its sections, which all of them begin with.
-    aliases = {name: setting for name, setting in ALIASES.items() if "." not in name}
-    spellings = {**aliases, **leaves, **{name: name for name in names}}
-    leaf = word.rpartition(".")[2]
-    for part in (word, leaf) if len(leaf) > SHORT else (word,):
-        for near in difflib.get_close_matches(part, spellings, n=3, cutoff=NEAR):
-            likeness = _likeness(near, part)
-            is_near = abs(len(near) - len(part)) <= 2 or likeness >= NEARER or near.startswith(part)
-            if is_near and _is_like_by_word(near, part):
-                return spellings[near]
-    return None
-
-
-def _is_like_by_word(near: str, typed: str) -> bool:
-    """Return whether no word of a name is another one: packing_strategy is not sharding_strategy."""
-    pairs = list(zip(near.split("_"), typed.split("_"), strict=False))
-    return near.count("_") != typed.count("_") or all(_likeness(*pair) >= NEAR_WORD for pair in pairs)
-
-
-def _likeness(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = NONE) -> str:
     """Return the end of a sentence about an unknown setting: `did you mean trainer.learning_rate?`. `values`:
     the values of all settings that were given, by name.
     """
-    inside = [name for name in known if name.startswith(f"{_plain(typed)}.")]
+    inside = [name for name in known if name.startswith(f"{plain(typed)}.")]
     if inside:
         more = ", ..." if len(inside) > SHOWN else ""
         return f"did you mean a setting in it: {', '.join(inside[:SHOWN])}{more}?"
@@ -101,7 +68,7 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
     of the sentence that says it. `values`: the values of all settings that were given, by name.
     """
     value: Any = values.get(typed)
-    leaf, note = _plain(typed).rpartition(".")[2], counted(typed, values)
+    leaf, note = plain(typed).rpartition(".")[2], counted(typed, values)
     pair = _as_list(value)
     if leaf in LOW_AND_HIGH and len(pair) != 2:
         return [], note
@@ -115,7 +82,7 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
         upper = "trainer.clip_high"
         is_one = all(known_as(name, (setting, upper)) != upper for name in values)
         return [f"{name}={value:g}" for name in ((setting, upper) if is_one else (setting,))], ""
-    if setting == "trainer.dual_clip" and note and type(value) in (int, float):
+    if setting == "trainer.dual_clip" and type(value) in (int, float):
         return ["trainer.clip=dual", f"{setting}={value:g}"], ""
     if setting == "rollout.chat_template" and note and value is not None:
         return [f"{setting}.{leaf}={as_typed(value)}"], ""
@@ -124,19 +91,25 @@ def translated(setting: str, typed: str, values: Mapping[str, Any]) -> tuple[lis
         return ([f"{setting}={','.join(names)}"], "") if names else ([], note)
     if setting == "engine.url" and isinstance(value, str) and value.startswith("http://"):
         return [f"{setting}={value.rstrip('/').removesuffix('/v1')}"], ""
+    if setting == "trainer.lora.targets" and len(pair) > 1:
+        return [f"{setting}={','.join(str(name).strip(', ') for name in pair)}"], ""
+    if isinstance(value, str) and value.lower() in choices_of(setting):
+        value = value.lower()
     if setting == "trainer.algorithm" and takes(setting, value):
         return [f"{setting}={value}"], ""
     if (translation := value_here(setting, value)) is not None:
         return [f"{setting}={translation}"], ""
-    if leaf in BY_SAMPLES and type(value) is int:
-        samples = _given("rollout.samples_per_task", values) or RolloutSettings().samples_per_task
-        number = _by_samples(leaf, value, samples)
-        return ([f"{setting}={number:g}"] if takes(setting, number) else []), note
+    if by_samples := _by_samples(typed, values):
+        number_of = "rollout.tasks_per_iteration" if leaf == "batch_size" else setting
+        same = [f"{setting}={value}"] if leaf == "batch_size" else []
+        return [*same, *([f"{number_of}={by_samples[0]:g}"] if takes(number_of, by_samples[0]) else [])], note
     if setting in ("tasks", "eval_tasks") and isinstance(value, str):
         is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not re.search(r"\.[a-z]+$", value)
         is_data_set = "data" in leaf and "." not in value
         value = f"hf:{value}" if is_name else None if is_data_set else value
-    is_same = not note or note.strip(" (").startswith(SAME_NUMBER)
+    is_same = (
+        not note or (type(value) in (int, float) and value == 0) or note.strip(" (").startswith(SAME_NUMBER)
+    )
     is_code = setting in _OF_CODE and leaf != setting.rpartition(".")[2]
     if value is None or not is_same or is_code or isinstance(value, Mapping):
         return [], note
@@ -180,35 +153,54 @@ def value_here(setting: str, value: Any) -> str | None:
 
 def by_value(typed: str, value: Any) -> str | None:
     """Return what to do with this value of a setting of theirs, where that differs from value to value."""
-    word, of_value = _plain(typed), f"={as_typed(value)}".lower()
+    word, of_value = plain(typed), f"={as_typed(value)}".lower()
     leaf = word.rpartition(".")[2]
-    if text := BY_VALUE.get(_pair(word) + of_value) or BY_VALUE.get(leaf + of_value):
+    if text := BY_VALUE.get(pair_of(word) + of_value) or BY_VALUE.get(leaf + of_value):
         return text
-    setting = ALIASES.get(_pair(word)) or ALIASES.get(leaf)
-    if setting == "trainer.algorithm" and (text := ELSEWHERE.get(str(value).lower())):
-        return text
+    setting = ALIASES.get(pair_of(word)) or ALIASES.get(leaf)
+    if setting == "trainer.algorithm" and not value_here(setting, value) and str(value).lower() in ELSEWHERE:
+        return ELSEWHERE[str(value).lower()]
     is_switch = leaf in ("enable", "enabled") and bool({*word.split(".")} & {*ANSWERS, *ALIASES})
-    is_theirs = setting or leaf in ANSWERS or _pair(word) in ANSWERS
-    if value is False and (is_switch or "for true" in COUNTED.get(leaf, "")):
+    is_theirs = setting or leaf in ANSWERS or pair_of(word) in ANSWERS
+    if (
+        value is False
+        and value_here(setting or "", value) is None
+        and (is_switch or "for true" in COUNTED.get(leaf, ""))
+    ):
         return "leave it out: it is off"
-    return "leave it out: null sets nothing" if value is None and is_theirs else None
+    if "${" in str(value) or value == "???":
+        return f"leave it out: {value} stands for another setting"
+    is_unset = value is None or (value == -1 and value_here(setting or "", value) is None)
+    return f"leave it out: {as_typed(value)} sets nothing" if is_unset and is_theirs else None
 
 
 def counted(typed: str, values: Mapping[str, Any] = NONE) -> str:
     """Return how a setting of theirs is counted here, as the end of a sentence, or an empty text. `values`:
     the values of all settings that were given, by name.
     """
-    word = _plain(typed)
-    leaf, value = word.rpartition(".")[2], values.get(typed)
-    note = COUNTED.get(_pair(word)) or COUNTED.get(leaf)
-    if leaf in BY_SAMPLES and type(value) is int:
-        samples = _given("rollout.samples_per_task", values) or RolloutSettings().samples_per_task
-        note = f"{note}: {value} {BY_SAMPLES[leaf]} {samples} = {_by_samples(leaf, value, samples):g}"
+    word = plain(typed)
+    leaf = word.rpartition(".")[2]
+    note = COUNTED.get(pair_of(word)) or COUNTED.get(leaf)
+    if leaf == "warmup_steps" and isinstance(values.get(typed), float):  # as TRL takes a share, too
+        note = COUNTED["warmup_ratio"]
+    if by_samples := _by_samples(typed, values):
+        note = f"{note}: {by_samples[1]}"
     return f" ({note})" if note else ""
 
 
-def _by_samples(leaf: str, value: int, samples: int) -> float:
-    return value * samples if BY_SAMPLES[leaf] == "x" else value / samples
+def _by_samples(typed: str, values: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Return what a number of theirs is here by `rollout.samples_per_task`, and how; None for others."""
+    word, value = plain(typed), values.get(typed)
+    leaf = word.rpartition(".")[2]
+    if (
+        leaf not in BY_SAMPLES
+        or type(value) is not int
+        or (pair_of(word) != leaf and pair_of(word) in COUNTED)
+    ):
+        return None
+    samples = _given("rollout.samples_per_task", values) or RolloutSettings().samples_per_task
+    number = value * samples if BY_SAMPLES[leaf] == "x" else value / samples
+    return number, f"{value} {BY_SAMPLES[leaf]} {samples} = {number:g}"
 
 
 def _given(setting: str, values: Mapping[str, Any]) -> int | None:
@@ -231,6 +223,12 @@ def listed(kind: str, meanings: Mapping[str, str]) -> str:
     """
     names = {text: [name for name in meanings if meanings[name] == text] for text in meanings.values()}
     nowhere = names.pop(ALL_SHOWN, [])
+    if len(meanings) >= MANY:
+        telling = {text: same for text, same in names.items() if _changes(text)}
+        idle = len(meanings) - sum(map(len, telling.values()))
+        lines = [f"{', '.join(same[:3])}: {text}" for text, same in telling.items()]
+        lines.append(f"the other {idle}: leave them out; they say what holds here anyway, or have no equal")
+        return "\n  ".join([f"{len(meanings)} unknown {kind}; those that change something here:", *lines])
     lines = [f"{', '.join(same)}: {text}" for text, same in names.items()]
     if nowhere:
         lines.append(f"{ALL_SHOWN}, none is like {', '.join(nowhere)}")
@@ -241,20 +239,18 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     """Return the advice for a setting, or a section, of others that is none here; else None. `values`: the
     values of all settings that were given, by name.
     """
-    word = _plain(typed)
+    word = plain(typed)
+    section = next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None)
+    if section and not (pair_of(word) in ANSWERS or re.search("overlong_buffer|reward_manager", word)):
+        is_off = values.get(typed, True) in (False, None)
+        return "leave it out: it is off" if is_off else ANSWERS[section]
     if typed in values and (of_all := joint_answer(typed, values)):
         return of_all
     if typed in values and (of_value := by_value(typed, values[typed])):
         return of_value
     if typed in values and (of_default := _as_default(typed, values)):
         return of_default
-    is_known = _pair(word) in ANSWERS or "overlong_buffer" in word
-    section = next((part for part in word.split(".")[:-1] if part in _NOT_HERE), None)
-    if section and not is_known:
-        return ANSWERS[section]
-    if "ref" in word.split(".")[:-1] and (of_reference := f"ref.{word.rpartition('.')[2]}") in ANSWERS:
-        return ANSWERS[of_reference]
-    if _pair(word) in ALIASES:  # closer than what holds for its whole section
+    if pair_of(word) in ALIASES:  # closer than what holds for its whole section
         return None
     if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):
         return "did you mean trainer.pair_beta?"
@@ -263,24 +259,38 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     if word == "delta" and not isinstance(values.get(typed), bool):  # TRL's bound, no checkpoints.delta
         bound = values.get(typed)
         return f"set trainer.clip=dual and trainer.dual_clip{'' if bound is None else f'={bound}'}"
-    parts = (_pair(word), *reversed(word.split(".")))
+    parts = (pair_of(word), *reversed(word.split(".")))
     instead = next((ANSWERS[part] for part in parts if part in ANSWERS), "")
     value, coefficient = values.get(typed), "trainer.kl_coefficient"
-    longest = _given("rollout.max_tokens", values)
-    if parts[0].endswith(("buffer.len", "buffer_len", "buffer_cfg.len")) and type(value) is int and longest:
-        share = f"trainer.overlong=penalise trainer.overlong_buffer={value / longest:.3g}"
-        return f"did you mean {share}? ({value} of {longest} tokens)"
     if instead.startswith("set") and coefficient in instead and value in (False, 0):
         return OFF
     if instead.startswith("set") and isinstance(value, int | float) and not isinstance(value, bool):
-        return instead.replace(coefficient, f"{coefficient}={value:g}")
-    return instead or None
+        instead = instead.replace(coefficient, f"{coefficient}={value:g}")
+    return _filled(instead, word.rpartition(".")[2], value) or None
+
+
+def _filled(text: str, leaf: str, value: Any) -> str:
+    """Put what was typed in the place of what stands in braces."""
+    if text.endswith(f"columns.{value}={{COLUMN}}"):
+        return f"leave it out: {value} is what it is called here"
+    identities = re.findall(r"'taskset': {'id': '([^']+)'|'(?:id|name)': '([^']+)'", str(value))
+    identity = next((name for name, _other in identities if name), identities[0][1] if identities else "NAME")
+    names = {"NAME": leaf, "ENVIRONMENT": identity}
+    typed = shlex.quote(as_typed(value)) if isinstance(value, str | int | float) else ""
+    return re.sub(r"{(.*?)}", lambda match: names.get(match[1]) or typed or match[1], text)
+
+
+def _changes(text: str) -> bool:
+    """Return whether an answer says to type something that is not the default."""
+    settings = re.findall(r"([a-z_]+(?:\.\w+)*)=([^\s?]+)", text)
+    is_default = settings and all(as_typed(default_of(name)) == value for name, value in settings)
+    return text.startswith(("did you mean", "set ", "give ", "take ", "name ")) and not is_default
 
 
 def _as_default(typed: str, values: Mapping[str, Any]) -> str | None:
     """Return the answer to a truth of theirs which says what holds here anyway; else None."""
-    word = _plain(typed)
-    setting = ALIASES.get(_pair(word)) or ALIASES.get(word.rpartition(".")[2])
+    word = plain(typed)
+    setting = ALIASES.get(pair_of(word)) or ALIASES.get(word.rpartition(".")[2])
     if setting is None or not isinstance(values[typed], bool):
         return None
     default = f"{setting}={as_typed(default_of(setting))}"
@@ -289,12 +299,3 @@ def _as_default(typed: str, values: Mapping[str, Any]) -> str | None:
         if translated(setting, typed, values)[0] == [default]
         else None
     )
-
-
-def _pair(word: str) -> str:
-    """Return the last two parts of a dotted name, which say more than the last one alone; else the name."""
-    return ".".join(word.split(".")[-2:])
-
-
-def _plain(typed: str) -> str:
-    return typed.strip(" +~:").lstrip("-").replace("-", "_").lower()

@@ -31,10 +31,10 @@ _NOTES = {
     "a number of tokens for true": "partial_rollout_enable partial_rollout",
     "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
-    "in samples": "train.batch_size",
+    "in samples": "train.batch_size data.batch_size",
     "in tasks": "rollout.batch_size rollout_batch_size data.train_batch_size",
     "theirs / rollout.samples_per_task": "generation_batch_size",
-    "theirs x the samples of a step / rollout.samples_per_task": "steps_per_generation",
+    "theirs x per_device_train_batch_size x processes / rollout.samples_per_task": "steps_per_generation",
     "as hf:NAME:CONFIG:SPLIT": (
         "dataset_config dataset_configs dataset_split dataset_train_split dataset_test_split "
         "prompt_split data_split eval.split eval_split"
@@ -54,7 +54,9 @@ _NOTES = {
     ),
     "masked for true": "use_icepop",
     "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
-    "1 for true, 0 for false": "async_train async_enable",
+    "with two crews: --place rollout=0-5 --place train=6,7, say": (
+        "max_async_level async_train async_enable async_queue_size async_level max_staleness staleness"
+    ),
     "tensorboard, wandb, trackio or mlflow": "report_to logger wandb",
     "masked, which leaves out tokens": "rollout_rs",
     "once for each: a name of ours, or FILE.py:FUNCTION": "reward_funcs reward_fn",
@@ -110,7 +112,8 @@ _VALUES = {
     "layout=sharded": "layout=fsdp layout=fsdp2 layout=full_shard layout=shard_grad_op layout=zero3",
     "layout=hybrid": "layout=hybrid_shard layout=hybrid_shard_zero2 layout=hsdp",
     "layout=replicated": "layout=no_shard layout=ddp layout=multi_gpu",
-    "interval=0": "interval=-1",
+    "keep_last=2": "keep_last=1",
+    "interval=0": "interval=-1 interval=no interval=false",  # YAML reads `no` as false
     "keep_every=null": "keep_every=-1",
     "schedule=constant": "schedule=constant_with_warmup",
     "schedule=cosine": "schedule=cosine_with_min_lr schedule=cosine_with_restarts",
@@ -118,17 +121,19 @@ _VALUES = {
         "optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adam optimizer=adamw_8bit "
         "optimizer=adamw_bnb_8bit optimizer=paged_adamw_8bit optimizer=paged_adamw_32bit"
     ),
-    "algorithm=grpo": "algorithm=group_norm algorithm=grpo_norm",
+    "activation_checkpointing=true": "activation_checkpointing=1",
+    "algorithm=maxrl": "algorithm=max_rl",
+    "algorithm=distill": "algorithm=opd algorithm=opsd",
     "algorithm=reinforce++": (
         "algorithm=reinforce algorithm=reinforce_baseline algorithm=reinforce_plus_plus "
         "algorithm=reinforce_plus_plus_baseline algorithm=reinforce++-baseline"
     ),
-    "aggregation=token": "aggregation=token-mean",
-    "aggregation=sequence": "aggregation=seq-mean-token-mean",
+    "aggregation=token": "aggregation=token-mean aggregation=true",
+    "aggregation=sequence": "aggregation=seq-mean-token-mean aggregation=false",
     "aggregation=sum": "aggregation=seq-mean-token-sum",
     "aggregation=constant": "aggregation=seq-mean-token-sum-norm",
     "kl=k1": "kl=kl",
-    "kl=k2": "kl=mse",
+    "kl=k2": "kl=mse kl=abs",
     "kl=k3": "kl=low_var_kl kl=true",
     "kl=off": "kl=none",
     "compute_dtype=bfloat16": (
@@ -136,18 +141,49 @@ _VALUES = {
     ),
     "overlong=drop": "overlong=true",
     "overlong=keep": "overlong=false",
-    "advantage=centred": "advantage=false",
-    "advantage=standardised": "advantage=true",
-    "engine_correction=truncated": "engine_correction=true",
+    "advantage=centred": "advantage=false advantage=none",
+    "advantage=standardised": "advantage=true advantage=group",
+    "advantage=decoupled": "advantage=normalize_then_sum",
+    "ratio=token": "ratio=token ratio=vanilla ratio=ppo",
+    "base_dtype=nf4": "base_dtype=true",
+    "cpu_offload=true": "cpu_offload=cpu",
+    "keep_best=1": "keep_best=true",
+    "routing_replay=true": "routing_replay=r3",
+    "engine_correction=truncated": (
+        "engine_correction=true engine_correction=tis engine_correction=token engine_correction=truncate "
+        "engine_correction=token_truncate"
+    ),
+    "engine_correction=masked": (
+        "engine_correction=icepop engine_correction=mask engine_correction=token_mask"
+    ),
     "engine_correction=off": "engine_correction=false",
-    "kind=torch": "kind=hf kind=transformers",
-    "kind=vllm": "kind=sglang kind=trtllm",
+    "kind=torch": "kind=false kind=hf kind=transformers",
+    "kind=vllm": "kind=true kind=sglang kind=trtllm",
 }
 """Values of theirs for settings here."""
 _BY_VALUE = {
-    "did you mean trainer.algorithm=grpo? (its KL is 0.04; for TRL's default, add trainer.kl=off)": (
+    "did you mean trainer.algorithm=grpo? (its KL is 0.04; for none, TRL's default, add trainer.kl=off)": (
         "loss_type=grpo"
     ),
+    (
+        "did you mean trainer.algorithm=grpo trainer.aggregation=token trainer.clip=dual? (its KL is 0.04; "
+        "for none, add trainer.kl=off)"
+    ): "adv_estimator=grpo",
+    (
+        "did you mean trainer.algorithm=grpo trainer.aggregation=token? (its KL is 0.04; for none, add "
+        "trainer.kl=off)"
+    ): "advantage_estimator=group_norm advantage.estimator=group_norm",
+    "did you mean trainer.algorithm=dr_grpo? (for TRL's default, add trainer.advantage=standardised)": (
+        "loss_type=dr_grpo"
+    ),
+    "leave it out: an advantage is the reward minus the mean of its group by default": "algo.type=grpo",
+    "leave it out: prompt is what it is called here": "prompt_key=prompt input_key=prompt",
+    "leave it out: rewards are given for each sample by default": (
+        "reward_manager=naive reward_manager.name=naive reward_manager=batch reward_manager.name=batch"
+    ),
+    "set eval.temperature, which is 0 by default": "val_kwargs.do_sample=true",
+    "leave it out: eval.temperature=0 is the default": "val_kwargs.do_sample=false",
+    "did you mean trainer.lora.rank=16? (TRL's, where none is given)": "use_peft=true",
     (
         "did you mean trainer.algorithm=dapo trainer.clip_high=0.2 trainer.overlong=keep "
         "trainer.keep_flat_groups=true? (that is TRL's)"
@@ -155,9 +191,6 @@ _BY_VALUE = {
     "did you mean trainer.algorithm=grpo trainer.aggregation=token trainer.kl=off?": "loss_type=bnpo",
     "did you mean trainer.algorithm=dpo?": "loss_type=sigmoid",
     "did you mean trainer.algorithm=gspo?": "loss_mode=gspo policy_loss_type=gspo ratio=gspo",
-    "did you mean trainer.ratio=token?": (
-        "loss_mode=vanilla policy_loss_type=ppo importance_sampling_level=token ratio_type=token"
-    ),
     "did you mean trainer.clip=soft?": "loss_mode=sapo",
     "there is none of its kind; trainer.entropy_target, too, keeps the policy's entropy": (
         "loss_mode=clip_cov loss_mode=kl_cov loss_mode=clip-cov loss_mode=kl-cov"
@@ -188,26 +221,16 @@ _BY_VALUE = {
     "did you mean trainer.ratio=sequence? (trainer.algorithm=gspo has its clip, too)": (
         "importance_sampling_level=sequence ratio_type=sequence"
     ),
-    "did you mean trainer.advantage=standardised?": (
-        "scale_rewards=true scale_rewards=group norm_adv_by_std_in_grpo=true no_advantage_std_norm=false "
-        "no_std_norm=false"
-    ),
-    "did you mean trainer.advantage=centred?": (
-        "scale_rewards=false scale_rewards=none norm_adv_by_std_in_grpo=false no_advantage_std_norm=true "
-        "no_std_norm=true"
-    ),
-    "did you mean trainer.advantage=whitened?": (
+    "did you mean trainer.advantage=whitened? (which is nearest: it whitens over tokens, not over samples)": (
         "scale_rewards=batch whiten_rewards=true normalize_advantages=true"
     ),
-    "did you mean trainer.advantage=decoupled?": "multi_objective_aggregation=normalize_then_sum",
-    "did you mean trainer.overlong=drop?": "mask_truncated_completions=true",
-    "did you mean trainer.overlong=keep?": "mask_truncated_completions=false overlong_buffer.enable=false",
+    "did you mean trainer.overlong=keep?": "overlong_buffer.enable=false overlong_buffer_cfg.enable=false",
+    "did you mean trainer.advantage=centred?": "no_advantage_std_norm=true no_std_norm=true",
+    "did you mean trainer.advantage=standardised?": "no_advantage_std_norm=false no_std_norm=false",
     "set trainer.overlong=penalise, and trainer.overlong_buffer, a fraction of rollout.max_tokens": (
         "reward_manager=dapo reward_manager.name=dapo"
     ),
-    "did you mean engine.kind=vllm?": "use_vllm=true",
     "there is no SGLang; did you mean engine.kind=vllm?": "rollout.name=sglang",
-    "did you mean engine.kind=torch?": "use_vllm=false",
     "did you mean trainer.compute_dtype=bfloat16? there is no float16": (
         "fp16=true torch_dtype=float16 mixed_precision=fp16 model_dtype=fp16"
     ),
@@ -215,53 +238,39 @@ _BY_VALUE = {
         "bf16=true mixed_precision=bf16 torch_dtype=bfloat16 model_dtype=bf16 model_dtype=bfloat16 "
         "bf16=false mixed_precision=no torch_dtype=float32 model_dtype=float32 model_dtype=fp32"
     ),
-    "did you mean trainer.engine_correction=truncated?": (
-        "is_correction_enable=true vllm_enable_is_correction=true vllm_importance_sampling_correction=true "
-        "enable_vllm_is_correction=true vllm_is_correction_type=tis is_correction_type=tis rollout_is=token "
-        "vllm_importance_sampling_mode=truncate vllm_importance_sampling_mode=token_truncate"
-    ),
-    "did you mean trainer.engine_correction=masked?": (
-        "vllm_is_correction_type=icepop is_correction_type=icepop use_icepop=true "
-        "vllm_importance_sampling_mode=mask vllm_importance_sampling_mode=token_mask"
-    ),
-    "did you mean trainer.engine_correction=off?": (
-        "is_correction_enable=false vllm_enable_is_correction=false "
-        "vllm_importance_sampling_correction=false enable_vllm_is_correction=false rollout_is=null"
-    ),
-    "did you mean trainer.aggregation=token?": "use_token_level_loss=true",
-    "did you mean trainer.aggregation=sequence?": "use_token_level_loss=false",
-    "did you mean trainer.lora.base_dtype=nf4?": "load_in_4bit=true",
-    "did you mean trainer.cpu_offload=true?": "offload_optimizer_device=cpu offload_param_device=cpu",
+    "did you mean trainer.engine_correction=masked?": "use_icepop=true",
+    "did you mean trainer.engine_correction=off?": "rollout_is=null",
     "did you mean trainer.layout=sharded?": "zero_optimization.stage=3 zero_stage=3",
-    "did you mean checkpoints.keep_best=1?": "load_best_model_at_end=true",
     "did you mean checkpoints.keep_last=2? the newest two stay": "remove_previous_ckpt_in_save=true",
-    "did you mean eval.interval=0?": (
-        "do_eval=false eval_strategy=no eval_strategy=false"  # YAML reads `no` as false
-    ),
-    "did you mean cluster.max_async_level=1?": "async_train=true async_enable=true",
-    "did you mean cluster.max_async_level=0?": "async_train=false async_enable=false",
-    "did you mean trainer.routing_replay=true?": "router_replay.mode=r3",
+    (
+        "did you mean cluster.max_async_level=1? (with two crews: --place rollout=0-5 --place train=6,7, say)"
+    ): "async_train=true async_enable=true",
+    "leave it out: cluster.max_async_level=0 is the default": "async_train=false async_enable=false",
     "leave it out; terminal and metrics.jsonl always get the metrics": (
         "report_to=none report_to=[] logger=console logger=['console']"
     ),
     "leave it out": (
-        "save_strategy=no save_strategy=false offload_optimizer_device=none offload_param_device=none "
-        "fp16=false router_replay.mode=disabled multi_objective_aggregation=sum_then_normalize"
+        "filter_overlong_prompts=false save_strategy=no save_strategy=false offload_optimizer_device=none "
+        "offload_param_device=none "
+        "fp16=false over_sample_rate=0 router_replay.mode=disabled "
+        "multi_objective_aggregation=sum_then_normalize"
     ),
 }
 """What to do with a value of theirs for a name of theirs."""
 SAME_NUMBER = (
     "in iterations",
+    "with two",
     "in samples;",
     "in samples)",
     "in tasks",
     "times",
+    "the one",
     "of a token",
     "the highest",
     "in seconds",
 )
 """How a note begins that leaves the value as it is."""
-BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/"}
+BY_SAMPLES = {"ppo_mini_batch_size": "x", "generation_batch_size": "/", "batch_size": "/"}
 """How a number of theirs becomes ours with `rollout.samples_per_task`."""
 
 

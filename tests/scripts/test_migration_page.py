@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.loading import build, flatten, known_keys, parse_override
-from coordinator.settings.suggestions import known_as
+from coordinator.settings.near_names import known_as
 from tests.scripts.pages import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "migration.md"

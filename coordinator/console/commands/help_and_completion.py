@@ -11,8 +11,8 @@ from coordinator.console.commands.names import GROUPS
 from coordinator.console.commands.options import docstrings, find_model, parameter_names
 from coordinator.console.commands.typos import settings_of
 from coordinator.settings.loading import option_name
+from coordinator.settings.near_names import known_as
 from coordinator.settings.setting_names import as_typed, fields
-from coordinator.settings.suggestions import known_as
 from coordinator.settings.tree import RunSettings, SettingsError
 
 SETTINGS = "Settings; give any other as KEY=VALUE, and see all with --dry-run"

@@ -41,6 +41,19 @@ KNOWN = known_keys()
         ({"kl.init_coef": 0.01, "kl.estimator": "k2"}, "set trainer.kl=k2, trainer.kl_coefficient=0.01 and"),
         ({"use_kl_loss": False, "kl_loss_coef": 0.01}, "set trainer.kl=off"),
         ({"use_kl_loss": True, "kl_loss_coef": 0.0}, "set trainer.kl=off"),
+        (
+            {"a.overlong_buffer.enable": False, "a.overlong_buffer.len": 4096},
+            "did you mean trainer.overlong=keep?",
+        ),
+        ({"adv_estimator": "grpo", "a.loss_mode": "gspo"}, "did you mean trainer.algorithm=gspo?"),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+            "set trainer.global_batch_size to 16 x processes, and rollout.tasks_per_iteration to 4 x",
+        ),
+        (
+            {"custom_reward_function.path": "my.py", "custom_reward_function.name": "f"},
+            "did you mean --reward my.py:f?",
+        ),
     ],
 )
 def test_settings_that_say_one_thing_together_have_one_answer(values: dict[str, Any], expected: str) -> None:
@@ -55,6 +68,31 @@ def test_settings_that_say_one_thing_together_have_one_answer(values: dict[str, 
 )
 def test_an_estimator_alone_is_answered_with_itself(name: str, value: str, kl: str) -> None:
     assert near_setting(name, KNOWN, {name: value}) == f"set both trainer.kl={kl} and trainer.kl_coefficient"
+
+
+def test_bounds_of_cispo_are_those_of_its_weight() -> None:
+    """TRL's is the weight's highest value; verl's lower one, 10 in its example, cuts nothing off."""
+    for values, ours in (
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "trainer.clip_high=4?"),
+        ({"loss_mode": "cispo", "clip_ratio_low": 10}, "trainer.clip_low=1?"),
+        ({"loss_type": "dapo", "epsilon_high": 0.28}, "trainer.clip_high=0.28?"),
+    ):
+        assert ours in near_setting(list(values)[1], KNOWN, values)
+
+
+def test_number_that_goes_with_another_is_computed() -> None:
+    values: dict[str, Any] = {
+        "n_gpus_per_node": 8,
+        "nnodes": 2,
+        "orchestrator.batch_size": 128,
+        "group_size": 16,
+    }
+    assert near_setting("n_gpus_per_node", KNOWN, values) == "did you mean cluster.expect_gpus=16?"
+    assert near_setting("orchestrator.batch_size", KNOWN, values).startswith(
+        "did you mean trainer.global_batch_size=128 rollout.tasks_per_iteration=8? ("
+    )
+    values = {"data.prompt_dataset": "a/b", "data.max_samples": 20000}
+    assert near_setting("data.max_samples", KNOWN, values) == "did you mean tasks=hf:a/b:train[:20000]?"
 
 
 def test_offloading_of_a_reference_and_the_split_of_an_evaluation_do_not_count_for_the_policy() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.settings.loading import parse_value
+from coordinator.settings.loading import parse_value, refuse_unknown
 from coordinator.settings.setting_names import known_keys, takes
-from coordinator.settings.suggestions import ALIASES, ANSWERS, BY_VALUE, COUNTED, near_setting
+from coordinator.settings.suggestions import ALIASES, ANSWERS, BY_VALUE, COUNTED, meant_each, near_setting
+from coordinator.settings.tree import SettingsError
 
 KNOWN = known_keys()
 ROOT = Path(__file__).parents[3]
@@ -62,7 +63,6 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("--pretrain", "model"),
         ("entropy_coeff", "trainer.entropy_bonus"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
-        ("actor_rollout_ref.rollout.max_num_batched_tokens", "engine.args.max_num_batched_tokens"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature"),
         ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples_per_task"),
         ("algorithm.filter_groups.enable", "rollout.dynamic_sampling"),
@@ -131,7 +131,8 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         assert near_setting(name, KNOWN, {name: value}) == f"did you mean {ours}?"
     for algorithm, ours in (("dpo", "trainer.pair_beta"), ("grpo", "trainer.kl=k3")):
         assert ours in near_setting("beta", KNOWN, {"beta": 0.1, "trainer.algorithm": algorithm})
-    assert set(ALIASES) >= set(COUNTED), "a note on a name that is answered with no setting"
+    leaves = {name.rpartition(".")[2] for name in KNOWN}
+    assert {*ALIASES, *leaves} >= set(COUNTED), "a note on a name that is answered with no setting"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("algorithm.use_kl_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
         ("reward_weights", "--reward math=1"),
         ("trainer.total_epochs", "give --iterations"),
-        ("trainer.experiment_name", "--log-path DIR"),
+        ("trainer.experiment_name", "--log-path; leave it out"),
         ("critic.optim.lr", "there is no critic"),
         ("easy_threshold", "rollout.task_sampling=curriculum"),
         ("loss.kl_tau", "trainer.engine_correction corrects"),
@@ -179,7 +180,9 @@ def test_a_value_that_counts_something_else_here_is_answered_with_what_it_counts
         ("model.ep", "no pipeline and no expert parallelism"),
         ("algo.kl.target", "trainer.kl_coefficient stays as it is"),
         ("algo.kl.use_loss", "trainer.kl=k3 and trainer.kl_coefficient"),
-        ("logger.wandb.group", "--log-path DIR"),
+        ("logger.wandb.group", "--log-path; leave it out"),
+        ("ckpt.output_dir", "--log-path DIR"),
+        ("rollout.max_num_seqs", "set engine.args.max_num_seqs=VALUE, an argument of vLLM"),
         ("train.colocate_all", "--place rollout=0-5"),
         ("actor.optim.min_lr_ratio", "falls to 0 at the end of the run"),
         ("sapo_temperature_neg", "trainer.clip=soft"),
@@ -209,9 +212,9 @@ def test_what_has_no_setting_is_answered_with_what_to_do(typed: str, advice: str
 
 
 def test_advantage_of_theirs_is_answered_with_the_algorithm_that_has_it() -> None:
-    for theirs, ours in {"group_norm": "grpo", "reinforce": "reinforce++"}.items():
+    for theirs, ours in {"group_norm": "grpo trainer.aggregation=token", "reinforce": "reinforce++"}.items():
         text = near_setting("advantage_estimator", KNOWN, {"advantage_estimator": theirs})
-        assert text == f"did you mean trainer.algorithm={ours}?"
+        assert text.startswith(f"did you mean trainer.algorithm={ours}?")
 
 
 def test_number_for_delta_is_the_bound_of_trl_and_a_truth_the_setting_of_checkpoints() -> None:
@@ -267,8 +270,7 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("global_profiler.tool", "nsys", "run profile says where the time goes"),
         ("use_lora", False, "leave it out: it is off"),
         ("scale_rewards", False, "did you mean trainer.advantage=centred?"),
-        ("loss_type", "dr_grpo", "did you mean trainer.algorithm=dr_grpo?"),
-        ("adv_estimator", "gae", "no value model is trained: take grpo"),
+        ("adv_estimator", "gae", "take grpo, which compares"),
         ("data.train_batch_size", 128, "did you mean rollout.tasks_per_iteration=128? (in tasks)"),
         ("ppo_mini_batch_size", 128, "did you mean trainer.global_batch_size=1024? (in samples"),
         ("report_to", "mlflow", "did you mean metrics.sinks=mlflow?"),
@@ -290,7 +292,50 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("enable_thinking", False, "did you mean rollout.chat_template.enable_thinking=false?"),
         ("dataset_name", "openai/gsm8k", "did you mean tasks=hf:openai/gsm8k?"),
         ("reward_funcs", "accuracy", "did you mean rollout.reward?"),
-        ("lr", -1, "did you mean trainer.learning_rate?"),
+        ("lr", -2, "did you mean trainer.learning_rate?"),
+        ("custom_reward_function.path", "my.py", "did you mean --reward my.py:compute_score?"),
+        ("reward.remote_url", "r.py", "did you mean --reward r.py:reward_func?"),
+        ("reward.remote_url", "http://h:5000/get", "did you mean --reward http://h:5000/get?"),
+        ("data.prompt_key", "question", "name the column of the data: columns.messages=question"),
+        ("data.image_key", "images", "leave it out: images is what it is called here"),
+        ("output_dir", "out/a b", "give the directory of a run as --log-path 'out/a b'"),
+        ("rollout.enforce_eager", False, "set engine.args.enforce_eager=false, an argument of vLLM"),
+        ("generation_kwargs.stop", ["a"], """did you mean 'rollout.stop=["a"]'?"""),
+        ("chat_template_kwargs.level", 2, "did you mean rollout.chat_template.level=2?"),
+        ("max_async_level", 2, "did you mean cluster.max_async_level=2? (with two crews: --place"),
+        ("save_total_limit", 1, "did you mean checkpoints.keep_last=2?"),
+        ("scale_rewards", "batch", "did you mean trainer.advantage=whitened? (which is nearest"),
+        ("kl_loss_type", "abs", "set both trainer.kl=k2 and"),
+        ("--actor.dual_clip", 3, "did you mean trainer.clip=dual trainer.dual_clip=3?"),
+        (
+            "adv_estimator",
+            "grpo",
+            "did you mean trainer.algorithm=grpo trainer.aggregation=token trainer.",
+        ),
+        (
+            "loss_type",
+            "dr_grpo",
+            "did you mean trainer.algorithm=dr_grpo? (for TRL's default, add",
+        ),
+        ("reward_manager", "naive", "leave it out: rewards are given for each sample"),
+        ("qat.group_size", 16, "there is none of that; leave it out"),
+        ("sandbox_fusion.url", "http://h:1", "the built-in reward code runs programs in a jail"),
+        ("dro_beta", 0.1, "there is no such loss"),
+        ("ref.num_nodes", 1, "the reference has no nodes"),
+        ("critic.model.enable_gradient_checkpointing", True, "there is no critic"),
+        ("model.beta", 0.1, "did you mean trainer.pair_beta=0.1?"),
+        ("algo.type", "max_rl", "did you mean trainer.algorithm=maxrl?"),
+        ("model.ac.freq", 1, "did you mean trainer.activation_checkpointing=true?"),
+        ("lora_target_modules", ["q_proj,", "v_proj"], "did you mean trainer.lora.targets=q_proj,v_proj?"),
+        ("optim.optimizer", "AdamW", "did you mean trainer.optimizer=adamw?"),
+        ("actor.rollout_n", "${rollout.n}", "leave it out: ${rollout.n} stands for another setting"),
+        ("warmup_steps", 0.1, "did you mean trainer.warmup_steps? (in optimizer steps: theirs x"),
+        (
+            "orchestrator.train.source",
+            [{"name": "a", "env": {"taskset": {"id": "gsm8k"}}}],
+            "give both --tasks verifiers:gsm8k and --environment verifiers:gsm8k",
+        ),
+        ("lr_warmup_steps", -1, "leave it out: -1 sets nothing"),
         ("bf16", True, "leave it out: layers compute in bfloat16 on a GPU"),
         (
             "gradient_checkpointing",
@@ -318,6 +363,24 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
 )
 def test_value_of_theirs_is_answered_with_what_can_be_pasted(typed: str, value: Any, expected: str) -> None:
     assert near_setting(typed, KNOWN, {typed: value}).startswith(expected)
+
+
+def test_whole_configuration_is_answered_with_what_changes_something() -> None:
+    values: dict[str, Any] = {f"critic.a{n}": n for n in range(100)}
+    values |= {"lr": 1e-6, "actor.ppo_epochs": 2, "rollout.n": 5, "trainer.logger": ["console"]}
+    lines = meant_each(list(values), KNOWN, values).splitlines()
+    assert lines == [
+        "104 unknown settings; those that change something here:",
+        "  actor.ppo_epochs: did you mean trainer.passes=2?",
+        "  rollout.n: did you mean rollout.samples_per_task=5?",
+        "  the other 102: leave them out; they say what holds here anyway, or have no equal",
+    ]
+
+
+def test_table_of_theirs_is_answered_by_what_it_holds() -> None:
+    with pytest.raises(SettingsError) as error:
+        refuse_unknown({"generation_kwargs": {"stop": "a", "top_k": 20}})
+    assert "generation_kwargs.top_k: did you mean rollout.top_k=20?" in str(error.value)
 
 
 def test_other_values_count_in_what_can_be_pasted() -> None:

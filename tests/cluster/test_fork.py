@@ -53,7 +53,7 @@ def test_fork_that_changes_nothing_ends_with_the_bits_of_its_parent_and_one_with
     printed = "\n".join([*lines, ""])
     page = write_comparison(parent, other.root, lines, other.root.with_name("page.html")).read_text()
     assert f"<li>A: {parent}</li>" in page and 'aria-label="Reward: A: renamed training' in page
-    assert "they part in iteration 4, phase 2 (train_rollout): task " in printed
+    assert "A and B differ from iteration 4 on, first in train_rollout: task " in printed
     assert " against 0.5, for the same text " in printed
     assert (
         "setting --reward: tests.cluster.plugins:digits against tests.cluster.plugins:constant\n" in printed

@@ -26,17 +26,29 @@ ASSUMPTION = (
 )
 
 
+SHARES_CORES = (
+    "These nodes share the cores of one machine: there neither two crews nor weights gain anything. For "
+    "nodes on machines of their own: --devices N"
+)
+
+
 def show_plan(root: Path, devices: int | None, as_json: bool) -> None:
     """Print what was measured, the options and the best of them; with `devices`, for that many of them."""
     findings = measure(root)
     measured = findings.measured if devices is None else _resized(findings.measured, devices)
     options = propose(measured, _refuse(findings, measured))
-    words = command(findings, measured, options[0])
+    words = "" if _is_one_machine(findings, measured) else command(findings, measured, options[0])
     if as_json:
         print(json.dumps(_document(findings, measured, options, words), indent=1))
         return
     for line in _text(findings, measured, options, words):
         print(line)
+
+
+def _is_one_machine(findings: Findings, measured: RunFigures) -> bool:
+    """Return whether one crew, planned for as it is, has nodes that share the cores of a machine."""
+    same = len(measured.devices) == len(findings.measured.devices)
+    return findings.shares_cores and same and not findings.in_crews
 
 
 def _resized(measured: RunFigures, count: int) -> RunFigures:
@@ -102,18 +114,19 @@ def command(findings: Findings, measured: RunFigures, best: Option) -> str:
 
 
 def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], words: str) -> list[str]:
-    best, crews = options[0], "two crews" if findings.in_crews else "one crew"
+    best = options[0]
+    crews = "two crews, one generates and one trains" if findings.in_crews else "one crew: all take turns"
     same = len(measured.devices) == len(findings.measured.devices)
     lines = [
-        f"measured: {iterations_text(findings.numbers)} of {findings.root}, in {crews} of "
-        f"{_count(findings.measured)}; {_seconds(findings.now_s)} s per iteration"
+        f"measured: {iterations_text(findings.numbers)} of {findings.root}, {_seconds(findings.now_s)} s "
+        f"each, by {_count(findings.measured)} in {crews}"
     ]
     lines += [
         f"  rank {rank}: {rate:,.0f} tokens per second while busy"
         for rank, rate in findings.machine_rates.items()
     ]
-    other_seconds = {"sleep": measured.sleep_s, "load": measured.load_s, "other": measured.other_s}
-    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in other_seconds.items()))
+    swap_s, other_s = _seconds(measured.sleep_s + measured.load_s), _seconds(measured.other_s)
+    lines.append(f"  engines swap to training and load its weights: {swap_s} s; other: {other_s} s")
     lines += ["", f"expected seconds{'' if same else f' with {_count(measured)}'}:", _row("", *COLUMNS)]
     # The one crew is always among what is shown: the others are compared with it.
     shown = [n for n, option in enumerate(options) if n < SHOWN - 1 or option.is_collocated]
@@ -128,8 +141,8 @@ def _text(findings: Findings, measured: RunFigures, options: Sequence[Option], w
     if len(options) > len(shown):
         lines.append(f"and {len(options) - len(shown)} more: --json")
     lines += ["", *ASSUMPTION.splitlines(), "", _verdict(findings, measured, options)]
-    if findings.shares_cores and not best.is_collocated:
-        lines.append("But these nodes share the cores of one host, for which two crews would compete.")
+    if _is_one_machine(findings, measured):
+        lines.append(SHARES_CORES)
     if words:
         elsewhere = (
             "" if len(findings.machine_rates) < 2 and not findings.in_crews else ", on the others as before"
@@ -162,7 +175,7 @@ def _row(name: str, *cells: str) -> str:
 
 def _name(option: Option) -> str:
     if option.is_collocated:
-        return f"one crew, {len(option.rollout)} device{'s' if len(option.rollout) > 1 else ''}"
+        return f"one crew in turns, {len(option.rollout)} device{'s' if len(option.rollout) > 1 else ''}"
     rollout, train = (",".join(ranges(devices)) for devices in (option.rollout, option.train))
     return f"rollout={rollout} train={train}, level {option.level}"
 
@@ -189,7 +202,7 @@ def _verdict(findings: Findings, measured: RunFigures, options: Sequence[Option]
 
 def _count(measured: RunFigures) -> str:
     devices, machines = len(measured.devices), len({device.machine for device in measured.devices})
-    parts = ((devices, "device"), (machines, "machine"))
+    parts = ((devices, "device"), (machines, "node"))
     return " on ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
 
 

@@ -46,6 +46,7 @@ def show_needs(model: str, gpus: int, gpu: str, overrides: Mapping[str, Any]) ->
             raise SettingsError(f"--model {model}: {error}") from None
     nodes = settings.cluster.num_nodes
     memory_bytes = estimate.MEMORIES[gpu] * 2**20
+    print("assumed  ", f"{gpus} x {gpu} with {memory_bytes / 1e9:.0f} GB (--gpus, --gpu)")
     print("memory   ", estimate.memory_text(shapes, settings.trainer, gpus, memory_bytes, nodes))
     print("time     ", estimate.time_text(parameters, settings, gpus, [gpu], active))
     if not settings.trainer.lora.rank:

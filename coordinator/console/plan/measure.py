@@ -186,8 +186,9 @@ def _rollouts(
                 rollouts.append(_Rollout(number, busy_s, load_s, tokens))
     if len(rollouts) < LEAST or not any(sum(rollout.busy_s.values()) for rollout in rollouts[-RECENT:]):
         raise SettingsError(
-            f"{side.run_dir.root}: iterations that sampled and trained, without the first one after a start: "
-            f"{len(rollouts)}; run plan needs {LEAST}, let it run on"
+            f"{side.run_dir.root}: run plan needs {LEAST} iterations that sampled and trained, and there "
+            f"{'is' if len(rollouts) == 1 else 'are'} {len(rollouts)} (the first one after a start does not "
+            "count); let the run go on, a finished one with more --iterations"
         )
     return rollouts[-RECENT:]
 

@@ -50,7 +50,7 @@ class ComparedIterations(NamedTuple):
 
 
 def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
-    """Return lines that say where two runs part, then what they were started with that differs; and whether
+    """Return lines that say from where on two runs differ, then which settings and code do; and whether
     they are equal as far as both go. SettingsError if one of them is no run, or damaged where it is read, or
     if they have no finished iteration in common.
     """
@@ -66,19 +66,15 @@ def describe_difference(first: Path, second: Path) -> tuple[list[str], bool]:
         raise SettingsError(
             f"{first} and {second} have no finished iteration in common; wait until both have finished one"
         )
-    lines = [
-        f"A: {first}",
-        f"B: {second}",
-        _equal_text(compared),
-    ]
+    where = [f"A: {first}", f"B: {second}"]
     if compared.parting is None:
-        more = [f"only {name} goes on to iteration {iterations[-1]}" for name, iterations in _longer(*runs)]
-        lines += ["the runs are equal as far as both go", *more]
+        verdict = "A and B are equal as far as both go"
+        where += [f"only {name} goes on to iteration {iterations[-1]}" for name, iterations in _longer(*runs)]
     else:
         iteration, phase, text = compared.parting
-        lines.append(f"they part in iteration {iteration}, phase {phase.value} ({phase.label}): {text}")
-    lines += started_with(last_start(first), last_start(second))
-    return lines, compared.parting is None
+        verdict = f"A and B differ from iteration {iteration} on, first in {phase.label}: {text}"
+    differences = started_with(last_start(first), last_start(second))
+    return [verdict, *where, _equal_text(compared), *differences], compared.parting is None
 
 
 def _equal_text(compared: ComparedIterations) -> str:
@@ -89,7 +85,7 @@ def _equal_text(compared: ComparedIterations) -> str:
     parts = [
         f"{name} of {listed(numbers)}" if numbers else f"no {name}" for name, numbers in iterations.items()
     ]
-    return f"equal iterations: {listed(compared.iterations)}; compared were metrics, {' and '.join(parts)}"
+    return f"equal iterations: {listed(compared.iterations)}, by metrics, {' and '.join(parts)}"
 
 
 def _longer(first: Run, second: Run) -> Iterator[tuple[str, list[int]]]:
@@ -139,9 +135,7 @@ def _opening(
     if first["policy"] != second["policy"]:
         policies = f"{first['policy'][:12]} against {second['policy'][:12]}"
         whose = f"of iteration {before[0]}" if before[0] == before[1] else "that sample"
-        yield FirstDifference(
-            iteration, Phase.ITERATION_START, f"the policies {whose} are others: {policies}"
-        )
+        yield FirstDifference(iteration, Phase.ITERATION_START, f"the policies {whose} differ: {policies}")
     for name in OPENED:
         value_a, value_b = first.get(name), second.get(name)
         if value_a != value_b:
@@ -240,7 +234,7 @@ def training_parting(iteration: int, first: RunDir, second: RunDir) -> Iterator[
         return
     if result_a.batch_sha256 != result_b.batch_sha256 and not _same_sequences(iteration, first, second):
         batches = f"{result_a.batch_sha256[:12]} against {result_b.batch_sha256[:12]}"
-        yield FirstDifference(iteration, Phase.TRAIN_DATA, f"the batches are others: {batches}")
+        yield FirstDifference(iteration, Phase.TRAIN_DATA, f"the batches differ: {batches}")
     names = filter(is_part_of_model, result_a.files.keys() | result_b.files.keys())
     for name in sorted(names, key=lambda name: (not name.endswith(".safetensors"), name)):  # weights first
         if result_a.files.get(name) != result_b.files.get(name):

@@ -97,13 +97,13 @@ def test_what_is_equal_is_said_in_words_and_curves_have_the_names_of_the_runs(
 ) -> None:
     monkeypatch.setattr(Run, "trajectories", lambda *_: [])
     compared = difference.ComparedIterations([1, 2], [1, 2], [], None)
-    equal = "equal iterations: 1 to 2; compared were metrics, samples of 1 to 2 and no weights"
+    equal = "equal iterations: 1 to 2, by metrics, samples of 1 to 2 and no weights"
     assert difference._equal_text(compared) == equal
     metrics = two_runs[1] / "metrics.jsonl"
     lines = [json.loads(line) | {"reward": 0.125} for line in metrics.read_text().splitlines()]
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     texts, is_equal = difference.describe_difference(*two_runs)
-    assert not is_equal and texts[2] == "no iteration is equal"
+    assert not is_equal and texts[3] == "no iteration is equal"
     page = write_comparison(*two_runs, texts, tmp_path / "page.html").read_text()
     assert "A: one<" in page and "B: two<" in page
 

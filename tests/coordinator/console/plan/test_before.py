@@ -24,7 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_says_what_the_master_would_announce(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpus", "2", "--gpu", "L4", "rollout.max_tokens=1000", "checkpoints.keep_last=2"]
     assert run("plan", "--model", str(model), *words) == 0
-    memory, time, disk = capsys.readouterr().out.splitlines()
+    assumed, memory, time, disk = capsys.readouterr().out.splitlines()
+    assert assumed == "assumed   2 x L4 with 24 GB (--gpus, --gpu)"
     assert memory.startswith("memory    training takes ") and memory.endswith("of each GPU, which has 24")
     assert time.startswith("time      an iteration generates for ") and "if samples have 1000 tokens" in time
     assert disk.startswith("disk      an iteration writes ") and "; 2 are kept: " in disk
@@ -32,7 +33,7 @@ def test_it_says_what_the_master_would_announce(model: Path, capsys: pytest.Capt
 
 def test_adapters_need_no_state_on_the_disk(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "--model", str(model), "trainer.lora.rank=8") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["memory", "time"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["assumed", "memory", "time"]
 
 
 def test_directories_may_be_on_the_cluster_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,8 @@ class Iteration:
     durable."""
     ahead_s: float = 0.0
     """For how long this node has made groups of the iteration before its phase had begun."""
+    engine_s: float | None = None
+    """For how long its training rollout waited for this node's engine to start, or to load the policy."""
     progress: dict[str, Any] = field(default_factory=dict[str, Any])
     """What this node's position has said at the end of the training rollout (Position.describe)."""
     waited_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -41,7 +43,7 @@ class Iteration:
 
     def again(self) -> "Iteration":
         """Return this iteration as another epoch begins it, with the times of what is finished."""
-        begun = Iteration(self.number, self.begun_s, ahead_s=self.ahead_s)
+        begun = Iteration(self.number, self.begun_s, ahead_s=self.ahead_s, engine_s=self.engine_s)
         begun.phase_s, begun.work_s = dict(self.phase_s), dict(self.work_s)
         begun.ended_in, begun.progress = dict(self.ended_in), self.progress
         return begun

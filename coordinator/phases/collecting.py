@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,7 +83,10 @@ def collect_share(node: Node, iteration: Iteration, share: Share) -> Payload:
         )
     if generates(share):
         node.collector.start()  # it imports what it needs while the engine starts
+        begun_s = time.monotonic()
         serve(node, policy)
+        if share.kind == "train":
+            iteration.engine_s = time.monotonic() - begun_s
     if (in_flight := node.collector.in_flight) is not None:
         iteration.ahead_s += in_flight.ahead_s
     is_paused = False

@@ -59,7 +59,8 @@ def report_timings(node: Node, iteration: Iteration) -> Payload:
     if not node.is_master:
         log.info("%s", summary_of_node(iteration, work_s, seconds))
     ahead = {"ahead_s": round(iteration.ahead_s, 4)} if iteration.ahead_s else {}
-    return {"work_s": round(work_s, 4), "wait_s": round(seconds - work_s, 4), **ahead}
+    engine = {} if iteration.engine_s is None else {"engine_s": round(iteration.engine_s, 4)}
+    return {"work_s": round(work_s, 4), "wait_s": round(seconds - work_s, 4), **ahead, **engine}
 
 
 def summary_of_node(iteration: Iteration, work_s: float, seconds: float) -> str:
@@ -113,6 +114,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         times = _both(rollout_times, times)
     rollout_s = times["phase_seconds"].get(Phase.TRAIN_ROLLOUT.label, 0.0)
     ahead_s = max((payload.get("ahead_s", 0.0) for payload in payloads.values()), default=0.0)
+    generated_s = rollout_s + ahead_s - times.get("engine_seconds", 0.0)
     # After a fault the phase may have found groups that took their time in an epoch before.
     is_of_now = bool(train) and all(part["epoch"] == rollout_epoch for part in train["parts"])
     return {
@@ -134,7 +136,7 @@ def _metrics(node: Node, iteration: Iteration, payloads: dict[int, Payload]) -> 
         "short": train.get("short"),
         "failed_samples": train.get("failed_samples"),
         "mixed_code": train.get("mixed_code"),
-        "tokens_per_s": round(generated / (rollout_s + ahead_s), 1) if is_of_now and rollout_s else None,
+        "tokens_per_s": round(generated / generated_s, 1) if is_of_now and generated_s > 0 else None,
         "train_tokens_per_s": trained.get("tokens_per_s"),
         "checkpoint_seconds": trained.get("checkpoint_seconds"),
         **{name: trained.get(name) for name in TRAINED},
@@ -188,6 +190,8 @@ def _times(node: Node, iteration: Iteration, payloads: Mapping[int, Payload]) ->
         "wait_seconds": {names[rank]: round(seconds, 4) for rank, seconds in waited_s.items()},
         "busy_fraction": round(sum(busy) / len(busy), 3),
         "nodes": len(payloads),
+        # The start of the first node's engine is no part of the speed.
+        "engine_seconds": min((p["engine_s"] for p in payloads.values() if "engine_s" in p), default=0.0),
     }
 
 
@@ -204,6 +208,7 @@ def _both(rollout_times: Mapping[str, Any], own_times: Mapping[str, Any]) -> dic
     return {
         "measured_weights": rollout_times.get("measured_weights"),
         "seconds": own_times["seconds"],
+        "engine_seconds": rollout_times.get("engine_seconds", 0.0),
         "phase_seconds": {**rollout_times["phase_seconds"], **own_times["phase_seconds"]},
         "wait_seconds": dict(waits),
         "busy_fraction": round(busy, 3),

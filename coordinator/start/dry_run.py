@@ -3,7 +3,8 @@
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from coordinator.directory.layout import MASTER, RunDir
 from coordinator.journal.tracker_feed import check_sinks
 from coordinator.settings.loading import build
 from coordinator.settings.tree import RunSettings, SettingsError
-from coordinator.start.eval_tasks import load_eval_sets, load_eval_tasks, warn_of_training_tasks
+from coordinator.start.eval_tasks import RunTasks, load_eval_sets, load_eval_tasks, warn_of_training_tasks
 from coordinator.start.inputs import (
     TINY_CONTEXT,
     base_model_dir,
@@ -25,8 +26,16 @@ from coordinator.start.inputs import (
 from coordinator.start.last_settings import changes
 from coordinator.start.log_path import check_log_path, check_new_run
 from coordinator.start.odd_settings import odd_settings
-from coordinator.start.refusals_of_models import fit_max_tokens
-from coordinator.start.refusals_of_tasks import refuse_no_evaluation, refuse_unrendered
+from coordinator.start.refusals_of_models import (
+    fit_max_tokens,
+    has_end,
+    refuse_quantised,
+    refuse_two_precisions,
+    refuse_undivided,
+    refuse_unrecorded,
+    refuse_wrong_teacher,
+)
+from coordinator.start.refusals_of_tasks import refuse_no_evaluation, refuse_pictures, refuse_unrendered
 from coordinator.start.request import StartRequest
 from coordinator.start.run_json import (
     fixed_by,
@@ -39,9 +48,11 @@ from coordinator.start.start import last_start, resume_given
 from coordinator.start.texts_of_tasks import first_prompt, look_at_text, without_longer
 from coordinator.start.user_functions import load_functions
 from coordinator.start.whole_model import refuse_incomplete
-from rollout.engines.kinds.choice import any_kind
-from rollout.engines.kinds.kind import ServerSettingError
+from rollout.engines.kinds.choice import any_kind, engine_kind
+from rollout.engines.kinds.kind import EngineKind, ServerSettingError
 from rollout.engines.model_dir import WeightsError, model_files, policy_digest
+from rollout.engines.model_facts import count_parameters
+from rollout.engines.special_tokens import read_special_tokens
 from rollout.settings import GENERATED, TINY
 from rollout.storage import known_files
 from rollout.storage.files import is_directory
@@ -63,7 +74,6 @@ def show(request: StartRequest, looks: bool) -> int:
     notes = list[str]()
     if looks and is_master:
         notes = check_named(settings, overrides, request.root)
-        _warn_of_absent(settings)
     print(json.dumps(settings.model_dump(mode="json"), indent=2), flush=True)
     for line in notes:
         print(line, file=sys.stderr)
@@ -91,6 +101,7 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
     sources = [settings.tasks, settings.eval_tasks, *(each.tasks for each in settings.eval_sets.values())]
     fetched = [source for source in sources if source and source.startswith(HUB)]
     any_kind(settings.engine).check_arguments()
+    refuse_wrong_teacher(settings)
     functions, tasks, model = None, None, None
     notes: list[str] = []
     for source in fetched:
@@ -111,6 +122,9 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
         for text in odd_settings(settings, overrides):
             log.warning("%s", text)
     if model is not None:
+        refuse_quantised(settings, model)
+        refuse_undivided(settings, model)
+        has_end(settings, read_special_tokens(model))
         refuse_incomplete(settings, model)
         tasks = tasks and without_longer(settings, model, tasks)
     if model is not None and tasks and functions:
@@ -125,22 +139,49 @@ def _check_inputs(settings: RunSettings, overrides: Mapping[str, Any], root: Pat
         refuse_fewer_iterations(root, settings)
         are_shorter = model is None and settings.rollout.max_prompt_tokens is not None  # not yet
         _refuse_changes(root, settings, model, None if are_shorter or not tasks else tasks.training)
+    _look_at_engine(settings, model, tasks)
     if settings.model == TINY or model:
         context = any_kind(settings.engine).context(model) if model else TINY_CONTEXT
         fit_max_tokens(settings, overrides, context)
     return [*notes, f"not looked at, as a start would fetch it: {', '.join(fetched)}"] if fetched else notes
 
 
-def _warn_of_absent(settings: RunSettings) -> None:
-    """Warn of what a start on this machine would lack: the plan may be for others."""
-    checks = [lambda: check_sinks(settings.metrics)]
-    if settings.rl_phase != "update" and settings.engine.url is None:
-        checks.append(engine_of(settings, MASTER).check)
-    for check in checks:
-        try:
-            check()
-        except (SettingsError, ServerSettingError) as error:
-            log.warning("not here, where a start would refuse it: %s", error)
+def _look_at_engine(settings: RunSettings, model: Path | None, tasks: RunTasks | None) -> None:
+    """Raise SettingsError or ServerSettingError for an engine that no machine can have. Warn of what a start
+    on this machine would lack: the plan may be for others. `model`, `tasks`: None if they are not here yet.
+    """
+
+    def look(engine: EngineKind) -> None:
+        refuse_two_precisions(settings, engine)
+        if model is not None and settings.rl_phase != "update":
+            targets = settings.trainer.lora.targets if settings.trainer.lora.rank else None
+            engine.check_model(settings.model, model, count_parameters(model), targets)
+        if tasks is not None and (model is not None or settings.model == TINY):
+            refuse_pictures(settings, engine, model, tasks)
+            refuse_unrecorded(settings, engine, model)
+
+    engine_here = engine_of(settings, MASTER)
+    elsewhere = engine_kind(settings.engine, 0 if engine_here.gpus else 1)
+    errors = [_error_of(partial(look, engine)) for engine in (engine_here, elsewhere)]
+    if errors[0] and errors[1]:
+        raise errors[0]
+    looks = [lambda: check_sinks(settings.metrics)]
+    generates = settings.rl_phase != "update" and settings.engine.url is None
+    absent = [errors[0], *map(_error_of, [*looks, engine_here.check] if generates else looks)]
+    for error in filter(None, absent):
+        log.warning("not here, where a start would refuse it: %s", error)
+    if not generates or model is None or any(absent):
+        return
+    if reason := engine_here.refusal(model):
+        raise SettingsError(f"engine.args: vLLM refuses them: {reason}")
+
+
+def _error_of(look: Callable[[], None]) -> SettingsError | ServerSettingError | None:
+    try:
+        look()
+    except (SettingsError, ServerSettingError) as error:
+        return error
+    return None
 
 
 def _is_of_disk(model: str, data_path: str | None) -> bool:

@@ -85,6 +85,9 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--model", "https://hf.co/a/b"], "is no directory, and no name on Hugging Face"),
         (["rollout.max_tokens=5000"], "rollout.max_tokens=5000 leaves no room for a prompt"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
+        (["rollout.teacher=nosuch"], "'nosuch' is no URL"),
+        (["engine.kind=vllm", "engine.args.dtype=nosuch"], "engine.args.dtype=nosuch: vLLM knows bfloat16"),
+        (["engine.kind=vllm", "engine.args.dtype=half"], "compute with weights in half"),
     ):
         ended = run(*words, "--dry-run")
         assert ended.returncode == 2 and reason in ended.stderr and not ended.stdout, ended
@@ -94,9 +97,10 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
     assert run("--worker", "1", "--tasks", "nosuch.jsonl", "--dry-run").returncode == 0
     for word, absent in (
         ("engine.kind=vllm", "vLLM is not installed"),
+        ("engine.kind=vllm engine.args.dtype=bfloat16", "or give trainer.compute_dtype=bfloat16"),
         ("metrics.sinks=wandb", "wandb is not"),
     ):
-        ended = run(word, "--dry-run")  # the plan may be for other machines
+        ended = run(*word.split(), "--dry-run")  # the plan may be for other machines
         assert ended.returncode == 0 and json.loads(ended.stdout), ended
         assert "not here, where a start would refuse it" in ended.stderr and absent in ended.stderr
     ended = run("trainer.kl_coefficient=0.1", "--dry-run")

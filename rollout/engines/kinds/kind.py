@@ -87,6 +87,12 @@ class EngineKind:
         """
         return None
 
+    def refusal(self, model_dir: Path) -> str | None:
+        """Return why its program would not start with its arguments and this model; None if it would, or
+        cannot be asked. It may take half a minute, and loads no weights.
+        """
+        return None
+
     def replica_gpus(self, model_dir: Path, gpu_bytes: float | None) -> int:
         """Return how many GPUs one copy of the model takes, if each has that much memory; 0 for none."""
         return 0

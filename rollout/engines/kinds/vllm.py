@@ -12,7 +12,7 @@ from typing import Any
 from rollout.engines.admin import EXTENSION, EngineAdmin
 from rollout.engines.answers import LOOPBACK, EngineFacts
 from rollout.engines.kinds.kind import EngineKind, ServerCommand, ServerSettingError
-from rollout.engines.kinds.vllm_installed import is_distribution, is_importable
+from rollout.engines.kinds.vllm_installed import is_distribution, is_importable, refusal_of
 from rollout.engines.model_dir import PathLike, WeightsError
 from rollout.engines.model_facts import (
     attention_heads,
@@ -55,6 +55,8 @@ REFUSED = {
     "tensor-parallel-size": "the number of replicas follows from it; give engine.tensor_parallel_size",
 }
 """Arguments of vLLM that the user cannot set, and why."""
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "auto")
+"""Values that vLLM accepts as --dtype."""
 CONTEXT_ARGS = {"max-model-len", "hf-overrides", "rope-scaling"}
 """Arguments that give the model another context than its files say."""
 _UNSEEN = {
@@ -92,6 +94,10 @@ class Vllm(EngineKind):
             name = _dashed(key)
             if name in REFUSED:
                 raise ServerSettingError(f"engine.args.{key}: {REFUSED[name]}")
+            if name == "dtype" and value not in DTYPES:
+                raise ServerSettingError(
+                    f"engine.args.{key}={value}: vLLM knows {', '.join(DTYPES)}; leave it out"
+                )
             if name == "data-parallel-size" and not (isinstance(value, int) and value >= 1):
                 raise ServerSettingError(f"engine.args.{key}={value}: must be a number, 1 or more")
 
@@ -148,6 +154,14 @@ class Vllm(EngineKind):
         if not self._args.keys() & CONTEXT_ARGS:
             return context_tokens(model_dir)
         return longest if is_number and longest > 0 else None
+
+    def refusal(self, model_dir: Path) -> str | None:
+        if not self._args:  # it takes ours
+            return None
+        words = self.command(model_dir, "none.sock").argv
+        # Behind the program and the model's name.
+        arguments = words[next(n for n, word in enumerate(words) if word.startswith("--uds")) :]
+        return refusal_of(self.python, ["--model", str(model_dir), *arguments])
 
     def replica_gpus(self, model_dir: Path, gpu_bytes: float | None) -> int:
         """Return how many GPUs one replica takes: as it is set, or else by fewest_gpus, and 1 where the

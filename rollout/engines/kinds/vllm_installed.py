@@ -1,14 +1,19 @@
-"""Find out whether vLLM is installed for a Python, which may be another than this one."""
+"""Ask a Python, which may be another than this one, whether vLLM is installed for it, and what it refuses."""
 
 import functools
 import importlib.metadata
 import subprocess
 import sys
+from collections.abc import Sequence
 
+from rollout.engines import vllm_arguments
 from rollout.module_search import is_installed
 
 ANSWER_S = 60.0
 """How long another Python may take to say what is installed for it: its files may be on a slow mount."""
+
+REFUSAL_S = 300.0
+"""How long vLLM may take to say what it refuses: it is slow to import."""
 
 
 def has_vllm(python: str) -> bool:
@@ -34,6 +39,17 @@ def is_distribution(python: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def refusal_of(python: str, arguments: Sequence[str]) -> str | None:
+    """Return why vLLM would not start with these arguments; None if it would, or cannot be asked."""
+    argv = [python, "-P", "-m", vllm_arguments.__name__, *arguments]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=REFUSAL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[-1] if done.returncode == vllm_arguments.REFUSED and lines else None
 
 
 @functools.cache

@@ -20,8 +20,12 @@ from rollout.trajectory import Group
 from tests.coordinator.examples import ORIGIN, group, run_dir_at, write_json
 
 
-def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, Any]:
-    """The metrics of an iteration whose rollout ended in epoch 3, with parts of these epochs."""
+def line_of(
+    tmp_path: Path, epochs: list[int], engines_s: tuple[float, ...] = (), **iteration: Any
+) -> dict[str, Any]:
+    """The metrics of an iteration whose rollout ended in epoch 3, with parts of these epochs; `engines_s`:
+    how long each node waited for its engine.
+    """
     run_dir = run_dir_at(tmp_path)
     document = {
         "tokens": 600,
@@ -35,14 +39,20 @@ def line_of(tmp_path: Path, epochs: list[int], **iteration: Any) -> dict[str, An
     settings = SimpleNamespace(kind="both")
     record = SimpleNamespace(epoch=4)
     node = SimpleNamespace(run_dir=run_dir, settings=settings, record=record, idle_s=0.0)
-    return metrics._metrics(
-        cast(Node, node), Iteration(1, **times, **iteration), {0: {"work_s": 1.0, "wait_s": 1.0}}
-    )
+    payload = {"work_s": 1.0, "wait_s": 1.0}
+    payloads = {rank: {**payload, "engine_s": engine_s} for rank, engine_s in enumerate(engines_s)}
+    return metrics._metrics(cast(Node, node), Iteration(1, **times, **iteration), payloads or {0: payload})
 
 
 def test_line_says_speed_and_length_of_what_was_generated(tmp_path: Path) -> None:
     line = line_of(tmp_path, epochs=[3, 3])
     assert (line["tokens_per_s"], line["length"]) == (300.0, 6.0)
+
+
+def test_the_start_of_the_first_engine_is_no_part_of_the_speed(tmp_path: Path) -> None:
+    assert line_of(tmp_path / "a", epochs=[3, 3], engines_s=(1.9, 1.5))["tokens_per_s"] == 1200.0
+    nothing_left = line_of(tmp_path / "b", epochs=[3, 3], engines_s=(2.0,))
+    assert nothing_left["tokens_per_s"] is None
 
 
 def test_seconds_count_what_was_interrupted_and_those_of_the_rows_do_not(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class EvalSettings(Settings):
     interval: Annotated[int, Field(ge=0)] = 10
     """Evaluate in iteration 1 and every `interval` iterations after it; 0: never."""
     samples_per_task: Annotated[int, Field(ge=1)] = 1
-    """Samples per evaluation task."""
+    """Samples per evaluation task; more make the score steadier."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -50,18 +50,17 @@ class RolloutSettings(Settings):
     """What an iteration generates, and how it is scored."""
 
     tasks_per_iteration: Annotated[int, Field(ge=1)] = 128
-    """Tasks per iteration; the samples of each task form one group."""
+    """Tasks per iteration. Fewer make it shorter and its gradient noisier."""
     samples_per_task: Annotated[int, Field(ge=1)] = 8
-    """Samples per task."""
+    """Samples of each task, its group. Raise it if success is rare."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     """Maximum length of a completion, in tokens. The default is smaller if the model's context is shorter,
     and leaves one token for the prompt.
     """
     segment_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Partial rollouts: an iteration adds at most this many tokens to a sample, and the next iteration
-    continues it with its own policy. A group is trained on in the iteration in which its last sample
-    ends. null: a sample is made in one iteration. Only for environment=single_turn without `stop`.
-    """
+    """Partial rollouts: an iteration adds at most this many tokens to a sample, and the next continues it
+    with its own policy. A group is trained on in the iteration in which its last sample ends. null: off. Only
+    for environment=single_turn without `stop`."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -139,9 +138,9 @@ class RolloutSettings(Settings):
     seed: int = 0
     """Seed of the run, from which tasks, samples and the built-in model follow."""
     reward: Annotated[str, BeforeValidator(joined)] = "exact"
-    """exact, numeric, regex, length, math, reasoning_gym, code, module:function, http://HOST:PORT/PATH, or
-    judge:URL,model=NAME. Several are added up, each with its weight: --reward math=1 --reward length=-0.1, in
-    a file ["math=1", "length=-0.1"]."""
+    """What scores a sample: exact, numeric, regex, length, math, reasoning_gym, code, module:function,
+    http://HOST:PORT/PATH, or judge:URL,model=NAME. Several are added up, each with its weight: --reward
+    math=1 --reward length=-0.1, in a file ["math=1", "length=-0.1"]."""
     rewards: Annotated[dict[str, str], BeforeValidator(each_joined)] = {}
     """The reward of a source's tasks (`ratio_field`), as `reward`; others have that."""
     teacher: str | None = None
@@ -154,8 +153,9 @@ class RolloutSettings(Settings):
     """The prompt (or the user's last message) that the policy has as its own teacher: {hint} is the field,
     {prompt} the task's own."""
     environment: str = "single_turn"
-    """single_turn, calculator, python, demonstration (for trainer.algorithm=sft), preference (for dpo),
-    labelled (for kto), verifiers:NAME, gym:MODULE:CLASS, openenv:URL, or module:function."""
+    """What turns a task into samples: single_turn, calculator, python, demonstration (for
+    trainer.algorithm=sft), preference (for dpo), labelled (for kto), verifiers:NAME, gym:MODULE:CLASS,
+    openenv:URL, or module:function."""
 
     @property
     def scoring(self) -> str:
@@ -218,13 +218,13 @@ class EngineSettings(Settings):
     """The server that generates."""
 
     kind: Literal["auto", "vllm", "torch"] = "auto"
-    """auto: vLLM if it is installed and finds a GPU, else torch, the embedded engine."""
+    """What generates. auto: vLLM if it is installed and finds a GPU, else torch, the embedded engine."""
     url: Annotated[str | None, Mark.PER_MACHINE] = None
     """Base URL, without /v1, of your own vLLM server; a run never starts or stops it."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Number type of the embedded engine. float64: a sample does not depend on the rest of its batch."""
     max_batch: Annotated[int, Field(ge=1), Mark.PER_GUEST] = 256
-    """Sequences that the embedded engine decodes together."""
+    """Sequences that the embedded engine decodes together; lower it if memory runs out."""
     tensor_parallel_size: Annotated[Annotated[int, Field(ge=1)] | None, Mark.PER_GUEST] = None
     """GPUs of one replica of the model in vLLM; the node's other GPUs hold further replicas. null: the fewest
     that hold the weights in 0.6 of their memory."""
@@ -237,9 +237,9 @@ class EngineSettings(Settings):
     the server. null: 1 with adapters, whose model is needed again, else 2."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference between the logprobs of engine and trainer (natural logarithm) on the
-    checkpoint's probe. If it is larger, the weights were loaded wrongly. null: 0.1; 0.3 where one of them
-    computes in bfloat16, 1.5 with trainer.lora.base_dtype=nf4, and then, if the weights are proved by
-    content, there is only a warning."""
+    checkpoint's probe; above it the weights were loaded wrongly. null: 0.1; 0.3 where one of them computes in
+    bfloat16, 1.5 with trainer.lora.base_dtype=nf4, and then only a warning if the weights are proved by
+    content."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A server that has not answered after this time has failed."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
@@ -250,7 +250,7 @@ class EngineSettings(Settings):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a node may restart a server that died, per rollout."""
     args: Annotated[dict[str, Any], Mark.PER_GUEST] = {}
-    """Further arguments of `vllm serve`."""
+    """Further arguments of `vllm serve`, e.g. engine.args.gpu_memory_utilization=0.5."""
 
     @field_validator("url")
     @classmethod

@@ -45,15 +45,13 @@ learning_rate = 2e-6
 rank = 16
 ```
 
-`name=value` takes precedence over an option, an option over the file, and the file over the default. A
-value is parsed as JSON if possible (`null`, `true`, `0.5`, `["stop here"]`), and is a string otherwise; you
-can type a list of numbers as `2,1,1`. An unknown name is an error. `run --dry-run` checks tasks, rewards
-and model, refuses what a start would refuse, warns of missing packages, and prints all settings. Defaults
-in brackets apply to `builtin:tiny`, the model of the demo. The presets of `trainer.algorithm` are on [their
-own page](algorithms.md).
+`name=value` wins over an option, an option over the file, and the file over the default. A value is parsed
+as JSON if possible (`null`, `true`, `0.5`, `["stop here"]`), and is a string otherwise; you can type a list
+of numbers as `2,1,1`. `run --dry-run` refuses what a start would refuse, and prints all settings. Defaults
+in brackets apply to `builtin:tiny`, the demo's model.
 
-Give settings to the master only; workers read them from the run directory. A few settings belong to one
-machine, and may differ on a worker: {NODE_LOCAL_NAMES}. The model, the task file, `rollout.seed` and
+Give settings to the master only; workers read them from the run directory. These belong to one machine, and
+may differ on a worker: {NODE_LOCAL_NAMES}. The model, the task file, `rollout.seed` and
 `trainer.lora` are fixed for a run. You can change [everything
 else](recovery.md#changing-settings-between-two-starts) at the next start.
 """

@@ -44,24 +44,25 @@ class LossSettings(Settings):
     several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
     pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
     credit: Annotated[Literal["sample", "turn", "state"], Mark.SHAPES_BATCH] = "sample"
-    """What is compared in a group: the samples' rewards; or for each turn its reward and those of later
-    turns (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
+    """What a group compares. sample: the samples' rewards; turn: each turn's reward and those of later turns
+    (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
     group's turns in the same state (GiGPO, arXiv 2505.10978)."""
     state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
-    """The weight in credit=state."""
+    """With credit=state: how much the comparison within a state counts; the whole sample counts 1."""
     turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
-    """The discount of the next turn's return; 0: a turn has only its own reward."""
+    """What the next turn's return counts; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
     sample (beta of DPO and KTO)."""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """With advantage=label: what a bad sample's loss weighs; a good one's weighs 1 (KTO)."""
     ratio: Ratio = "token"
-    """pi_theta / pi_old of each token, or one per sequence: the geometric mean over its tokens."""
+    """The policy's probability of what was sampled over that before the update: of each token, or one for the
+    whole sequence, the geometric mean over its tokens (GSPO)."""
     clip: Clip = "ppo"
-    """What is done with the ratio. ppo: PPO's clip; dual: that with a floor (`dual_clip`); cispo: CISPO's
-    clip; soft: SAPO's gate; geometric: GMPO's mean of clipped ratios; divergence: DPPO's bounds of the
-    probability; none: nothing; likelihood: there is no ratio, A log pi."""
+    """What limits the ratio. ppo: PPO's clip; dual: that with a floor (`dual_clip`); cispo: CISPO's clip;
+    soft: SAPO's gate; geometric: GMPO's mean of clipped ratios; divergence: DPPO's bounds of the probability;
+    none: nothing; likelihood: there is no ratio, A log pi."""
     clip_low: ClipBound = 0.2
     """How far below 1 the ratio may go; see `clip_high`."""
     clip_high: ClipBound = 0.28
@@ -71,43 +72,45 @@ class LossSettings(Settings):
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """With clip=dual: no term with a negative advantage is below dual_clip x advantage (arXiv 1912.09729)."""
     aggregation: Aggregation = "token"
-    """token: mean over all tokens of an optimizer step; sequence, sum: mean over sequences of the mean, or
-    the sum, over their tokens; constant: the sum over all, divided by sequences x rollout.max_tokens."""
+    """How the losses of tokens become one. token: their mean over an optimizer step; sequence, sum: mean over
+    sequences of the mean, or the sum, over their tokens; constant: the sum over all, divided by sequences x
+    rollout.max_tokens."""
     engine_correction: Correction = "truncated"
-    """Weight of a token that corrects for the engine's own numerics, w = pi_old / mu_engine. off: 1;
-    truncated: min(w, cap); masked: w, but 0 above the cap or below its inverse."""
+    """Weigh each token by w, its probability in the trainer before the update over that in the engine, whose
+    numerics differ. off: 1; truncated: min(w, cap); masked: w, but 0 above the cap or below its inverse."""
     engine_correction_cap: Annotated[float, Field(gt=0)] = 2.0
-    """The largest weight of `engine_correction`."""
+    """The cap of `engine_correction`."""
     engine_sequence_cap: Annotated[float, Field(gt=1)] | None = None
-    """Mask a whole sequence, beside `engine_correction`, whose geometric mean of w over its tokens lies above
-    this or below its inverse, e.g. 1.01; null: none."""
+    """Leave out a whole sequence whose geometric mean of w lies above this or below its inverse, e.g. 1.01;
+    null: none."""
     kl: Annotated[Estimate, Mark.SHAPES_BATCH] = "off"
-    """Estimate of KL(policy || `kl_to`), for `kl_in` (joschu.net/blog/kl-approx)."""
+    """How KL(policy || `kl_to`) is estimated (joschu.net/blog/kl-approx), which holds the policy near it;
+    off: no KL. Usual are k3 in the loss and k1 in the reward."""
     kl_to: Annotated[Literal["base", "teacher"], Mark.SHAPES_BATCH] = "base"
     """The reference of `kl`: the base model, or rollout.teacher."""
     kl_in: Annotated[Literal["loss", "token_reward", "reward"], Mark.SHAPES_BATCH] = "loss"
-    """Where `kl` goes. loss: added to that of each token (GRPO); token_reward: taken from the reward of each
-    token, and so from the advantages of those up to it (PPO); reward: its sum, from the sample's (RLOO)."""
+    """Where `kl` goes. loss: added to the loss of each token (GRPO); token_reward: subtracted from each
+    token's reward, and so from the advantages up to it (PPO); reward: its sum, subtracted from the sample's
+    reward (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
-    """The coefficient of `kl`."""
+    """What `kl` counts; more holds the policy nearer."""
     entropy_bonus: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 0.0
-    """The coefficient of the policy's mean entropy, which is subtracted from the loss (A3C, arXiv
-    1602.01783), e.g. 0.001; 0: off.
-    """
+    """How strongly the loss rewards the policy's mean entropy, which keeps it exploring (A3C, arXiv
+    1602.01783), e.g. 0.001; 0: not at all."""
     entropy_target: Annotated[Annotated[float, Field(gt=0)] | None, Mark.SHAPES_BATCH] = None
     """Adapt `entropy_bonus`, which it begins with: after a step whose entropy is at or below this it rises by
     `entropy_step`; else it falls, and the next step has none (Skywork-OR1, arXiv 2505.22312). null: fixed."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
-    """The step of `entropy_target`."""
+    """By how much `entropy_target` changes the bonus after a step."""
     keep_flat_groups: Annotated[bool, Mark.SHAPES_BATCH] = False
-    """Count groups whose samples all have the same reward in the mean that `aggregation` takes. They are
-    computed only where `kl`, `entropy_bonus` or whitening gives them a gradient. Other samples that are not
-    trained on (`overlong`, `reward_threshold`) then count too, as sequences without tokens."""
+    """Count groups whose samples all have the same reward in the mean that `aggregation` takes, and with them
+    other samples that are not trained on (`overlong`, `reward_threshold`). They are computed only where `kl`,
+    `entropy_bonus` or whitening gives them a gradient."""
     overlong: Annotated[Overlong, Mark.SHAPES_BATCH] = "keep"
     """Samples close to rollout.max_tokens. keep: as they are; penalise: the reward falls by up to 1 over the
     last `overlong_buffer` tokens (DAPO); drop: samples that were cut are not trained on."""
     overlong_buffer: Annotated[float, Field(gt=0, le=1), Mark.SHAPES_BATCH] = 0.2
-    """The length of `overlong`, a fraction of rollout.max_tokens."""
+    """With overlong=penalise: over which last part of rollout.max_tokens the penalty grows, a fraction."""
     reward_threshold: Annotated[float | None, Mark.SHAPES_BATCH] = None
     """Train only on samples with this reward or more; null: on all."""
     sources: Annotated[dict[str, SourceSettings], BeforeValidator(by_source)] = Field(default={})

@@ -23,7 +23,7 @@ class LoraSettings(Settings):
     """Low-rank adapters in place of all weights (arXiv 2106.09685)."""
 
     rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the adapters; 0: all weights are trained."""
+    """Rank of the adapters, e.g. 16; 0: all weights are trained."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
     targets: Annotated[str, BeforeValidator(_names)] = "all-linear"
@@ -38,34 +38,35 @@ class TrainerSettings(LossSettings):
     """One training phase: the batch, the loss, the optimizer, the model's layout, the processes."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """AdamW; or Muon for the matrices of layers, and AdamW for the rest."""
+    """adamw; or muon for the weight matrices of the layers, and AdamW for the rest."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak of the optimizer's learning rate."""
+    """Peak learning rate. With LoRA, use about ten times as much."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak to 0 at the end of the last of `iterations`."""
+    """Whether the learning rate stays at its peak, or falls to 0 at the end of the last of `iterations`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Optimizer steps over which the learning rate rises from 0, counted over the whole run."""
     global_batch_size: Annotated[int, Field(ge=1)] = 512
-    """Sequences per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """How often an iteration's sequences are trained on; the ratio is to the policy before the first step."""
+    """How often an iteration's samples are trained on; the ratio is to the policy before the first step."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's betas."""
+    """AdamW's decay rates of the first and the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The optimizer's weight decay; not applied to norms and biases."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum global norm of the gradient, over all ranks."""
+    """Gradients are scaled down to this global norm, over all ranks."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 8192
-    """Pack sequences into microbatches of at most this many tokens (a longer sequence is one by itself)."""
+    """Most tokens that a rank trains at once (a longer sequence is one by itself). Lower it first if a GPU
+    runs out of memory."""
 
     share_prompts: bool = True
     """Compute the prompt of a group once for several of its samples, where the model supports the attention
     mask for it and the mask costs less than it saves."""
 
     routing_replay: bool = False
-    """Tokens of a mixture go to the experts that the engine chose (R3)."""
+    """Train each token of a mixture with the experts that the engine chose (R3)."""
     layout: Literal["auto", "replicated", "sharded", "hybrid"] = "auto"
     """Every rank holds the whole model and optimizer state (replicated), or a shard of them (sharded, FSDP2),
     or a shard of its node's (hybrid); auto: from `shard_from_parameters` on hybrid where nodes are alike and
@@ -73,28 +74,28 @@ class TrainerSettings(LossSettings):
     shard_from_parameters: Annotated[float, Field(ge=0)] = 2e8
     """Smallest number of parameters at which `layout=auto` shards."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Number of GPUs of a node that share each layer."""
+    """GPUs of a node that share each layer, for large models."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
-    """Number of GPUs of a node that share each sequence (Ulysses)."""
+    """GPUs of a node that share each sequence (Ulysses), for long samples."""
     activation_checkpointing: bool = True
     """Compute layers again in the backward pass instead of keeping them, on GPUs and where the model is
     sharded."""
     compile: bool = False
-    """Compile the layers with torch.compile."""
+    """Compile the layers with torch.compile; the first steps take longer."""
     cpu_offload: bool = False
-    """Keep a sharded model and its optimizer state in host memory; they come to the GPU layer by layer."""
+    """Keep a sharded model and its optimizer state in host memory, if they do not fit on the GPUs; slower."""
     lora: LoraSettings = LoraSettings()
     freeze_vision: bool = True
     """Leave vision tower and projector as they are, without adapters."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Data type in which layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Number type in which layers compute; auto: bfloat16 on a GPU, float32 on a CPU."""
     save_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Number type of the weights that are served; auto: that of the layers. Logprobs are computed with
     weights that are rounded as the served ones are, or as layers compute."""
     save_interval: Annotated[int, Field(ge=1)] | None = None
     """Save the optimizer's state with every checkpoint (1), or in the background with every n-th; a restart
-    then repeats the steps of up to n iterations, from their batches. null: the run's first start chooses 10
-    for a state above 20 GB, 2 above 1 GB, else 1; it is 1 with keep_alive=false."""
+    then repeats the steps of up to n iterations. null: the run's first start chooses 10 for a state above 20
+    GB, 2 above 1 GB, else 1."""
 
     processes_per_node: Annotated[int, Field(ge=0), Mark.PER_MACHINE] = 0
     """Training processes of a node; 0: one per GPU, or one on a machine without GPUs."""
@@ -110,8 +111,8 @@ class TrainerSettings(LossSettings):
     """A collective of torch.distributed that takes longer fails. Keep it below `stall_timeout_s`, else
     nothing says which one hung."""
     stall_timeout_s: Annotated[float, Field(gt=0)] | None = 1800.0
-    """Training has failed if it makes no progress for this long. A node is lost if any other phase but a
-    rollout makes none for this long. What is read, hashed or written is progress; null: never."""
+    """Training has failed if it makes no progress for this long; a node is lost if another phase than a
+    rollout makes none. Reading, hashing and writing are progress. null: never."""
 
     @property
     def state_interval(self) -> int:

@@ -82,9 +82,8 @@ class ClusterSettings(Settings):
     local_dir: Annotated[str | None, Mark.PER_MACHINE] = None
     """A directory on the node's own disk, for copies of models that are on a shared one; default: $TMPDIR."""
     max_async_level: Annotated[int, Field(ge=0)] = 0
-    """How many iterations the samples lag: iteration i is sampled by the policy of iteration max(0, i - 1 -
-    max_async_level); 0: always by the newest.
-    """
+    """How many iterations the samples lag, with two crews (`place`): iteration i is sampled by the policy of
+    iteration max(0, i - 1 - max_async_level); 0: always by the newest."""
     on_node_failure: Literal["wait", "shrink", "abort"] = "wait"
     """When a node is lost: wait until it is back, continue with the others (shrink), or stop (exit code 3).
     """

@@ -19,13 +19,13 @@ class CheckpointSettings(Settings):
     best_by: str | None = None
     """The best by the score of this set of `eval.sets`; null: by `eval_reward`."""
     head_start: bool | None = None
-    """Copy new weights to each node before the checkpoint is durable, so that engines load them and generate
-    for the next iteration meanwhile; null: on a shared filesystem. No effect with adapters, two crews,
-    servers of your own, or `cluster.max_async_level` above 0."""
+    """Copy new weights to each node before the checkpoint is durable, so that engines generate for the next
+    iteration meanwhile; null: on a shared filesystem. Not with adapters, two crews, servers of your own, or
+    `cluster.max_async_level` above 0."""
     delta: bool = False
-    """Write beside the weights what has changed in them, losslessly, if that is at most a quarter of their
-    size: nodes that have a copy of the policy before read this alone. Training ranks keep what they have
-    written in host memory for it."""
+    """Also write what has changed in the weights, losslessly, if that is at most a quarter of their size:
+    nodes that have the policy before read this alone. Training ranks keep the last weights in host memory for
+    it."""
 
 
 class TrajectorySettings(Settings):

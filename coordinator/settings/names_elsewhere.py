@@ -27,9 +27,9 @@ _NAMES = {
     ),
     "trainer.max_tokens_per_microbatch": (
         "per_device_train_batch_size micro_batch_size micro_train_batch_size train_max_tokens_per_gpu "
-        "seq_len ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu ppo_micro_batch_size "
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu "
-        "rollout_max_tokens_per_gpu"
+        "max_tokens_per_gpu seq_len ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+        "ppo_micro_batch_size log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
+        "log_prob_max_token_len_per_gpu rollout_max_tokens_per_gpu"
     ),
     "trainer.activation_checkpointing": (
         "gradient_checkpointing enable_gradient_checkpointing gradient_checkpointing_enable ac.freq ac"
@@ -77,7 +77,7 @@ _NAMES = {
         "dataset_split dataset_train_split max_samples train_max_samples prompt_dataset prompt_split "
         "data_split data.name"
     ),
-    "model": "model_name actor_rollout_ref.model.path pretrain model_name_or_path model.name sft_model_path",
+    "model": "model_name model.path pretrain model_name_or_path model.name sft_model_path",
     "checkpoints.keep_last": (
         "save_total_limit max_actor_ckpt_to_keep max_ckpt_num ckpt.max_num remove_previous_ckpt_in_save"
     ),
@@ -103,7 +103,7 @@ _NAMES = {
     "trainer.cpu_offload": (
         "param_offload optimizer_offload fsdp_cpu_offload adam_offload fsdp_offload_params "
         "offload_optimizer_device offload_param_device offload_policy grad_offload "
-        "cpu_offload_optimizer"
+        "cpu_offload_optimizer optim_cpu_offload"
     ),
     "rollout.chat_template": (
         "chat_template_kwargs apply_chat_template_kwargs enable_thinking reasoning_effort"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from coordinator.settings.values_elsewhere import VALUES
@@ -84,44 +85,31 @@ def _first(values: Values, names: tuple[str, ...]) -> Any:
     return next((values[name] for name in names if values.get(name) not in (None, "")), None)
 
 
-def _data_set(values: Values, setting: str, names: tuple[str, ...], splits: tuple[str, ...]) -> str | None:
+def _data_set(values: Values, setting: str = "tasks") -> str | None:
     """Return the answer with a data set of the Hub; None for a file, which has no configuration."""
-    name, config, split = _first(values, names), _first(values, _CONFIG), _first(values, splits)
+    is_eval = setting == "eval_tasks"
+    name = _first(values, (*_EVAL_DATA, *_DATA) if is_eval else _DATA)
     if not isinstance(name, str) or name.count("/") != 1 or name.startswith((".", "/")):
         return None
-    cut = None if setting == "eval_tasks" else _first(values, _CUTS)
-    if (config or cut) and not split:
-        split = "test" if setting == "eval_tasks" else "train"
+    config, cut = _first(values, _CONFIG), None if is_eval else _first(values, _CUTS)
+    if not (split := _first(values, _EVAL_SPLIT if is_eval else _SPLIT)) and (config or cut):
+        split = "test" if is_eval else "train"
     if type(cut) is int and cut > 0 and "[" not in str(split):
         split = f"{split}[:{cut}]"
     return f"did you mean {setting}={':'.join(str(part) for part in ('hf', name, config, split) if part)}?"
 
 
-def _tasks(values: Values) -> str | None:
-    return _data_set(values, "tasks", _DATA, _SPLIT)
-
-
-def _eval_tasks(values: Values) -> str | None:
-    return _data_set(values, "eval_tasks", (*_EVAL_DATA, *_DATA), _EVAL_SPLIT)
-
-
 def _betas(values: Values) -> str | None:
     usual = TrainerSettings.model_fields["betas"].default
     typed = [_first(values, names) for names in zip(*_BETAS, strict=True)]
-    pair = [
-        value if isinstance(value, int | float) else default
-        for value, default in zip(typed, usual, strict=True)
-    ]
+    pair = [value if isinstance(value, int | float) else usual[place] for place, value in enumerate(typed)]
     return f"did you mean trainer.betas={pair[0]:g},{pair[1]:g}?"
 
 
 def _offload(values: Values) -> str | None:
-    is_any = any(values.get(name) in (True, "cpu") for name in _OFFLOADS)
-    return (
-        "did you mean trainer.cpu_offload=true?"
-        if is_any
-        else "leave it out: nothing is offloaded by default"
-    )
+    if any(values.get(name) in (True, "cpu") for name in _OFFLOADS):
+        return "did you mean trainer.cpu_offload=true?"
+    return "leave it out: nothing is offloaded by default"
 
 
 def _adapters(values: Values) -> str | None:
@@ -135,7 +123,7 @@ def _overlong(values: Values) -> str | None:
         return "did you mean trainer.overlong=keep?"
     length = _first(values, tuple(name for name in _OVERLONG if name.endswith("len")))
     longest = _first(values, _LONGEST)
-    if not type(length) is type(longest) is int:
+    if not type(length) is type(longest) is int or longest < 1:
         return None
     share = f"trainer.overlong=penalise trainer.overlong_buffer={length / longest:.3g}"
     return f"did you mean {share}? ({length} of {longest} tokens)"
@@ -164,15 +152,15 @@ def _gpus(values: Values) -> str | None:
 
 
 def _step(values: Values) -> str | None:
-    per_device, steps, samples = (
-        next((values[name] for name in names if type(values.get(name)) is int), usual)
-        for names, usual in ((_STEP[:1], 8), (_STEP[1:2], 1), (("num_generations", "samples_per_task"), 8))
-    )
-    tasks = per_device * (values.get(_STEP[2]) or steps) / samples
-    return (
-        f"set trainer.global_batch_size to {per_device * steps} x processes, and "
-        f"rollout.tasks_per_iteration to {tasks:g} x processes"
-    )
+    def count_of(name: str, usual: int) -> int:
+        value = values.get(name)
+        return value if type(value) is int and value > 0 else usual
+
+    per_device, steps = count_of(_STEP[0], 8), count_of(_STEP[1], 1)
+    tasks = per_device * count_of(_STEP[2], steps) / count_of("num_generations", 8)
+    text = f"set trainer.global_batch_size to {per_device * steps} x processes"
+    is_sampled = any(name in values for name in (_STEP[2], "num_generations", "max_completion_length"))
+    return f"{text}, and rollout.tasks_per_iteration to {tasks:g} x processes" if is_sampled else text
 
 
 def _reward(values: Values) -> str | None:
@@ -201,16 +189,14 @@ def _kl(values: Values) -> str | None:
     estimate = typed if typed in ("k1", "k2", "k3") else VALUES.get(f"kl={typed}", "").partition("=")[2]
     kl = f"trainer.kl={estimate or ('k1' if is_reward else 'k3')}"
     coefficient = "trainer.kl_coefficient" + next((f"={number:g}" for number in numbers if number), "")
-    return (
-        f"set {kl}, {coefficient} and trainer.kl_in=token_reward"
-        if is_reward
-        else (f"set both {kl} and {coefficient}")
-    )
+    if is_reward:
+        return f"set {kl}, {coefficient} and trainer.kl_in=token_reward"
+    return f"set both {kl} and {coefficient}"
 
 
 _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str | None]], ...] = (
-    ((*_DATA, *_CONFIG, *_SPLIT, *_CUTS), (), _tasks),
-    ((*_EVAL_DATA, *_EVAL_SPLIT), (*_DATA, *_CONFIG), _eval_tasks),
+    ((*_DATA, *_CONFIG, *_SPLIT, *_CUTS), (), _data_set),
+    ((*_EVAL_DATA, *_EVAL_SPLIT), (*_DATA, *_CONFIG), partial(_data_set, setting="eval_tasks")),
     ((*_BETAS[0], *_BETAS[1]), (), _betas),
     (_OFFLOADS, (), _offload),
     ((*_ADAPTERS, *_RANKS), (), _adapters),

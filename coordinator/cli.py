@@ -216,13 +216,14 @@ def _request(
     `start`: other fields of StartRequest.
     """
     from coordinator.console.commands.options import given_options
-    from coordinator.console.commands.typos import settings_of
+    from coordinator.console.commands.typos import say_what_is_given_twice, settings_of
     from coordinator.settings.settings_file import read_file
     from coordinator.start.request import StartRequest
 
     overrides: dict[str, Any] = read_file(config) if config else {}
     overrides |= {"engine.url": "http://127.0.0.1:8000"} if debug_mode else {}
     overrides |= given_options(typed) | settings_of(words or [])
+    say_what_is_given_twice(words or [], sys.argv[1:])
     return StartRequest(log_path.absolute(), overrides=overrides, **start)
 
 

@@ -48,7 +48,7 @@ def check_picture(data: bytes) -> None:
     except PictureError:
         raise
     except Exception as error:  # of a decoder of damaged bytes: OSError, SyntaxError, struct.error, ...
-        raise PictureError(f"does not decode: {_one_line(error)}; save it anew") from error
+        raise PictureError(f"does not decode: {_one_line(error)}; save it again") from error
 
 
 def open_picture(data: bytes) -> "Image":

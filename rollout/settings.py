@@ -202,8 +202,7 @@ class RolloutSettings(Settings):
         reserved = [name for name in variables if name in TEMPLATE_ARGUMENTS or not name.isidentifier()]
         if reserved:
             raise ValueError(
-                f"rollout.chat_template.{reserved[0]}: is no variable of the template, the engine sets it; "
-                "leave it out"
+                f"rollout.chat_template.{reserved[0]}: is set by the engine, not by you; leave it out"
             )
         return variables
 

@@ -69,6 +69,6 @@ def nested(name: str, table: Any) -> Any:
         for parent in parents:
             place = cast("dict[str, Any]", place).setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"{name}.{key}: {parent} is no table; leave one of them out")
+                raise ValueError(f"{name}.{key}: {parent} is not a table; leave one of them out")
         place[leaf] = copy.deepcopy(value)
     return tree

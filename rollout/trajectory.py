@@ -181,7 +181,7 @@ def unfit(
     if shapes != {(ids.size,)}:
         return f"its token_ids, loss_mask and logprobs have the shapes {sorted(shapes)}"
     if ids.size and (ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) >= 2**31):
-        return f"its token_ids are no token ids: {ids.dtype} from {ids.min()} to {ids.max()}"
+        return f"its token_ids are not token ids: {ids.dtype} from {ids.min()} to {ids.max()}"
     if context is not None and ids.size > context:
         return f"it has {ids.size} tokens, and beyond {context} the model has no positions"
     if ids.size and vocabulary is not None and ids.max() >= vocabulary:
@@ -208,7 +208,7 @@ def unfit(
             return f"its picture {picture.digest} is not before what it has generated, or lies over another"
         at = picture.end
     if not isinstance(sample.turns, list) or not all(isinstance(turn, Turn) for turn in sample.turns):
-        return "its turns are no list of Turn"
+        return "its turns are not a list of Turn"
     for turn in sample.turns:
         reward = 0.0 if turn.reward is None else turn.reward
         if not isinstance(reward, int | float) or not abs(reward) <= largest("reward"):

@@ -275,7 +275,7 @@ class Job:
         paths: list[Path] = []
         for name, facts in sorted(answer["files"].items()):
             if not all(map(_FILE.fullmatch, name.split("/"))):
-                raise ServerError(f"the server names a file {name!r}, which is no name for one here")
+                raise ServerError(f"the server names a file {name!r}, which is not a name for one here")
             place = f"{self._path}/checkpoint/{answer['iteration']}/{name}"
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             paths.append(self._fetch(place, out / name, facts, say))

@@ -4,5 +4,5 @@ set -euo pipefail
 unset CDPATH # `cd` would search there first, and print what it finds
 unset -f cd dirname
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-[ -e "$here/.venv/.installed" ] || make --silent -C "$here" install >&2
+[ -x "$here/.venv/bin/run" ] || make --silent -C "$here" install >&2
 exec "$here/.venv/bin/run" "$@"

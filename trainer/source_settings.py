@@ -36,7 +36,7 @@ def by_source(table: Any) -> Any:
         elif isinstance(tree.setdefault(source, {}), dict):
             tree[source][field] = value
         else:
-            raise ValueError(f"trainer.sources.{key}: {source} is no table; leave one of them out")
+            raise ValueError(f"trainer.sources.{key}: {source} is not a table; leave one of them out")
     return tree
 
 

@@ -61,7 +61,7 @@ def list_gpus() -> tuple[list[dict[str, Any]], str]:
     listed, problem = _ask(tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     fields = [line.rpartition(",") for line in listed if _LISTED.search(line)]
     if not fields:
-        return [], problem or next((f"its answer is no list of GPUs: {line:.80}" for line in listed), "")
+        return [], problem or next((f"its answer is not a list of GPUs: {line:.80}" for line in listed), "")
     return [
         # A GPU that shares the machine's memory says [N/A].
         {"name": name.strip(), "memory_bytes": int(mib) * 2**20 if mib.strip().isdigit() else None}

@@ -43,7 +43,7 @@ def own_folder(name: str, below: str | None = None) -> Path:
         folder.mkdir(mode=0o700)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode):
-        fault = "is no directory"
+        fault = "is not a directory"
     elif facts.st_uid != os.getuid():
         fault = f"belongs to user {facts.st_uid}, not to {os.getuid()}"
     elif mode := stat.S_IMODE(facts.st_mode) & 0o077:

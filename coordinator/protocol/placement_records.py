@@ -65,7 +65,7 @@ def publish_devices(root: Path, machine: int, host: str, count: int) -> None:
     if document["devices"] > count:
         raise SettingsError(
             f"rank {machine} ({host}) has {count} devices, but had {document['devices']} when the run began, "
-            "and devices keep their numbers; look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or start anew"
+            "and devices keep their numbers; look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or start over"
         )
 
 

@@ -109,7 +109,7 @@ _INSTEAD = {
     "a reward model is a server: --reward http://HOST:PORT/score": (
         "reward_model reward_pretrain reward_model_path reward.model_name_or_path reward_model_name_or_path"
     ),
-    "write each weight behind its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
+    "write each weight after its reward: --reward math=1 --reward my_rewards:form=0.5": "reward_weights",
     "every iteration is written to metrics.jsonl; run status --watch shows it": (
         "logging_steps logging_strategy logging_first_step log_extras.interval"
     ),

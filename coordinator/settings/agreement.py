@@ -31,7 +31,7 @@ def _sets_have_names(settings: SettingFields) -> None:
     best_by = settings.checkpoints.best_by
     if best_by is not None and best_by not in settings.eval.sets:
         names = ", ".join(settings.eval.sets) or "none"
-        raise ValueError(f"checkpoints.best_by={best_by} is no set of eval.sets (there is {names}); name one")
+        raise ValueError(f"checkpoints.best_by={best_by} is not among eval.sets ({names}); name one")
 
 
 def _split_fits(settings: SettingFields) -> None:

@@ -46,7 +46,7 @@ def _gpus(value: Any) -> Any:
     for item in items:
         if not item.isdecimal():
             raise ValueError(
-                f"--expect-gpus {value}: '{item}' is no number of GPUs; give the total, e.g. 32, or one "
+                f"--expect-gpus {value}: '{item}' is not a number of GPUs; give the total, e.g. 32, or one "
                 "number per node, e.g. 8,8,4"
             )
     return [int(item) for item in items]

@@ -82,7 +82,7 @@ class GroupSettings(Settings):
             elif name in OWN or name.startswith("TORCHELASTIC_"):
                 yield f"env.{name}", "flagpost sets this itself; leave it out"
             elif not _VARIABLE.fullmatch(name):
-                yield f"env.{name}", "this is no name of a variable; use letters, digits and _"
+                yield f"env.{name}", "this is not a name of a variable; use letters, digits and _"
         if self.python is not None and Path(self.python).name != self.python and self.python[0] != "/":
             yield f"python={self.python}", "give an absolute path: nodes start in different directories"
 

@@ -15,7 +15,7 @@ def parse_ranges(text: str, noun: str) -> list[int]:
     for item in text.split(","):
         first, dash, last = (part.strip() for part in item.partition("-"))
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise ValueError(f"'{item}' is no range of {noun}; e.g. 0-5, or 6,7")
+            raise ValueError(f"'{item}' is not a range of {noun}; e.g. 0-5, or 6,7")
         end = int(last) if dash else int(first)
         if end > MOST:
             raise ValueError(f"there are no {end} {noun}; the first one is number 0")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.settings.loading import flatten, known_keys
+from coordinator.settings.loading import check_each, flatten, known_keys
 from coordinator.settings.tree import SettingsError
 
 _PART_BYTES = 65536
@@ -34,11 +34,16 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
     known, settings = known_keys(), flatten(cast(dict[str, Any], tree))
     # A section whose lines are all comments is nothing in YAML.
-    return {
+    given = {
         key: value
         for key, value in settings
         if value is not None or not any(name.startswith(f"{key}.") for name in known)
     }
+    try:
+        check_each(given)
+    except SettingsError as error:
+        raise SettingsError(f"--config {path}: {error}") from None
+    return given
 
 
 def _read_pipe(path: Path) -> bytes:

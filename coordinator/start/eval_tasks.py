@@ -60,7 +60,7 @@ def load_eval_tasks(settings: RunSettings) -> TaskSet | None:
     never = settings.eval.interval == 0 and settings.rollout_split != "eval-only"
     if settings.eval_tasks is None and never:
         return None
-    return None if source is None else _load(source, settings, settings.eval_columns, "", "eval")
+    return None if source is None else _load(source, settings, settings.eval_columns, "--eval-tasks ", "eval")
 
 
 def load_eval_sets(settings: RunSettings) -> dict[str, EvalSet]:

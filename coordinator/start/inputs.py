@@ -278,7 +278,7 @@ def refuse_no_name(model: str) -> None:
     """Raise SettingsError for what names neither a directory nor a model of Hugging Face."""
     if "://" in model or not (is_path(model) or model.startswith("builtin:") or _HUB_NAME.fullmatch(model)):
         raise SettingsError(
-            f"--model {model}: is no directory, and no name on Hugging Face; give one, e.g. Qwen/Qwen3-0.6B"
+            f"--model {model}: is neither a directory nor a name on Hugging Face, such as Qwen/Qwen3-0.6B"
         )
 
 

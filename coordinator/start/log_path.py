@@ -42,7 +42,7 @@ def check_log_path(root: Path, option: str = "--log-path") -> None:
     """
     existing = next(path for path in (root, *root.parents) if files.exists(path))
     if remote := next((part for part in root.parts if _REMOTE.fullmatch(part)), None):
-        raise SettingsError(f"{option} {root}: '{remote}' is no directory; give one that is mounted here")
+        raise SettingsError(f"{option} {root}: '{remote}' is not a directory; give one that is mounted here")
     if not files.is_directory(existing):
         raise SettingsError(f"{option} {root}: {existing} is a file; give a directory")
     if existing == root and "config.json" in files.listing(root) and not has_run(root):

@@ -138,7 +138,7 @@ def refuse_changes(run: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
             content = f" (same name, {differs})" if was == name else ""
             raise SettingsError(
                 f"{loading.option_name(key)} is {name}{content}, but this run was started with "
-                f"{was}; to start anew, use another log path"
+                f"{was}; to start over, use another log path"
             )
 
 

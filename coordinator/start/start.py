@@ -201,6 +201,8 @@ def start_worker(request: StartRequest, placement: Placement | None = None) -> N
     overrides = absolute(request.overrides)
     given_here = loading.check_each(overrides)
     refuse_rank(machine, given_here.get("cluster.num_nodes", machine + 1), "")
+    if names := [loading.option_name(key) for key in overrides if key not in NODE_LOCAL]:
+        log.info("a worker takes its settings from the master, and only compares: %s", ", ".join(names))
     defaults = ClusterSettings()
     master_record = await_master(
         run_dir if rank else placement_records.run_dirs(root, placement)[0],

@@ -178,7 +178,7 @@ def tensor_names(path: PathLike) -> dict[str, tuple[str, tuple[int, ...]]]:
     root = Path(path)
     names = _names(root)
     if names is None:
-        raise WeightsError(f"{root}: is no directory; give a Hugging Face model directory")
+        raise WeightsError(f"{root}: is not a directory; give a Hugging Face model directory")
     config = ADAPTER_CONFIG if is_adapter(root) else "config.json"
     if config not in names:
         raise _missing(root / config)

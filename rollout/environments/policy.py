@@ -282,7 +282,7 @@ class Episode:
         a reward is given, the reward function is not called. Raises ValueError before the first turn.
         """
         if not self.turns:
-            raise ValueError("an episode without a turn is no sample: await episode.generate(prompt) first")
+            raise ValueError("an episode without a turn has no sample: await episode.generate(prompt) first")
         sample = sample_of(*self.turns)
         sample.reward = reward
         sample.metrics |= metrics or {}

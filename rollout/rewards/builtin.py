@@ -41,7 +41,7 @@ def numeric(task: Task, completion: str) -> float:
         raise ValueError(f"its answer {answer!r} holds no number")
     if target is None:
         raise ValueError(
-            f"its answer {answer!r} is no single number: write #### before the one that counts, a decimal "
+            f"its answer {answer!r} is not a single number: write #### before the one that counts, a decimal "
             "comma as a point, or take the reward exact or math"
         )
     return float(target in (last_number(completion), last_number(with_decimal_commas(completion))))

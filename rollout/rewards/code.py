@@ -135,7 +135,7 @@ def _tests(task: dict[str, Any]) -> list[Any]:
             try:
                 compile(test, "test", "exec")
             except (SyntaxError, ValueError, TypeError) as error:
-                raise ValueError(f"its test {test!r:.200} is no Python: {error}") from None
+                raise ValueError(f"its test {test!r:.200} is not Python: {error}") from None
         return tests
     for test in tests:
         if not isinstance(test, dict) or not all(isinstance(test.get(n), str) for n in ("stdin", "stdout")):

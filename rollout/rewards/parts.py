@@ -77,7 +77,7 @@ def _part(text: str) -> Part:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise ValueError(f"the weight {number!r} of {name} is no finite number; write e.g. {name}=0.5")
+        raise ValueError(f"the weight {number!r} of {name} is not a finite number; write e.g. {name}=0.5")
     return Part(name, weight)
 
 

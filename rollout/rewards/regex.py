@@ -16,7 +16,7 @@ def regex(task: dict[str, Any], completion: str) -> float:
     try:
         return float(re.search(pattern, completion) is not None)
     except re.error as error:
-        raise ValueError(f"its pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"its pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def pattern_of(task: dict[str, Any]) -> str:

@@ -161,7 +161,7 @@ class _Judge:
         try:
             text = answer["choices"][0]["message"]["content"].rpartition("</think>")[2]
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"answered {answer!s:.{_EXCERPT}}, which is no chat completion") from None
+            raise ValueError(f"answered {answer!s:.{_EXCERPT}}, which is not a chat completion") from None
         scores = _SCORE.findall(text)
         if not scores:
             raise ValueError(f'the judge\'s answer has no "Score: N": {text[-_EXCERPT:]!r}')
@@ -209,7 +209,7 @@ def _check_url(url: str) -> None:
     if "@" in url:
         raise ValueError("leave user and password out of the URL, which is published; see key_from")
     if not fits:
-        raise ValueError(f"{url!r} is no URL; write e.g. http://127.0.0.1:9000/v1")
+        raise ValueError(f"{url!r} is not a URL; write e.g. http://127.0.0.1:9000/v1")
 
 
 def _key(variable: str | None) -> dict[str, str]:

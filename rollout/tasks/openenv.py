@@ -79,7 +79,7 @@ def urls_of(name: str) -> list[str]:
         except ValueError:  # of the port
             fits = False
         if not fits or "@" in url or parts.query:
-            raise ValueError(f"{url!r} is no URL of a server, such as http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not a URL of a server, such as http://127.0.0.1:8000")
     return urls
 
 
@@ -121,7 +121,7 @@ def _part(name: str, value: Any) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise ServerFault(f"the observation's {name} has half a character (UTF-16)") from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise ServerFault(f"the observation's {name} is no picture: {excerpt(error)}") from None
+        raise ServerFault(f"the observation's {name} is not a picture: {excerpt(error)}") from None
     raise ServerFault(f"the observation's {name} is {excerpt(value)}; it must be a string, or rows of pixels")
 
 

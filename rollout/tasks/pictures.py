@@ -133,7 +133,7 @@ def _given(value: Any, folder: Path | None) -> bytes | Path:
     if "://" in text[:16]:
         raise PictureError(f"{text:.80}: nothing is fetched; save it as a file, give its path")
     if len(text) > _LONGEST_PATH:
-        raise PictureError(f"{text[:40]!r}... is no path; put data:image/png;base64, before bytes in base64")
+        raise PictureError(f"{text[:40]!r}... is not a path; put data:image/png;base64, before base64")
     if not Path(text).is_absolute() and folder is None:
         raise PictureError(f"{text:.80}: there is no folder that this path begins in; give the whole path")
     return (folder or Path()) / text
@@ -162,7 +162,7 @@ def _read(path: Path) -> bytes:
     try:
         facts = os.stat(path)
         if not stat.S_ISREG(facts.st_mode):
-            raise PictureError(f"{path}: is no file; name one")
+            raise PictureError(f"{path}: is not a file; name one")
         if facts.st_size > MAX_BYTES:
             raise PictureError(
                 f"{path}: {facts.st_size} bytes, and at most {MAX_BYTES} are taken; make it smaller"
@@ -182,7 +182,7 @@ def _decoded(uri: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise PictureError(f"{head:.40}: its base64 does not decode ({error}); encode it anew") from error
+        raise PictureError(f"{head:.40}: its base64 does not decode ({error}); encode it again") from error
 
 
 def with_column(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Both run in separate processes. Generators use sets and global random state, whi
 a new process without hash randomisation. Some scorers evaluate what the model wrote.
 """
 
+import difflib
 import functools
 import json
 import random
@@ -26,6 +27,11 @@ SYSTEM = "system"
 """A parameter that the library does not have: the name of its system prompt. Without it there is none."""
 
 _LIBRARY = {"library": "reasoning_gym", "extra": "gym"}
+
+
+SHOWN = 3
+"""So many names are proposed in place of one that is not there."""
+ALL_NAMES = "python -c 'from reasoning_gym.factory import DATASETS; print(*sorted(DATASETS))'"
 
 
 def gym_tasks(text: str, *, seed: int, split: Literal["train", "eval"]) -> list[dict[str, Any]]:
@@ -69,7 +75,7 @@ def _generated(name: str, config: str) -> tuple[str | None, tuple[tuple[str, str
         with closing(ProcessPool(f"{__name__}:make_generator", size=1)) as pool:
             system, items = pool.call(name, json.loads(config), deadline_s=GENERATE_TIMEOUT_S)
     except CallFailed as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(" ".join(str(error).removeprefix("ValueError: ").split())) from None
     except CallLost as error:
         raise ValueError(f"{name} could not be generated: {error}; lower size") from None
     return system, tuple((question, answer) for question, answer in items)
@@ -151,7 +157,9 @@ def _dataset_maker() -> Callable[[str, str], Any]:
     @functools.lru_cache(maxsize=64)
     def dataset(name: str, config: str) -> Any:
         if name not in DATASETS:
-            raise ValueError(f"no data set {name!r}; there is {', '.join(sorted(DATASETS))}")
+            near = difflib.get_close_matches(name, DATASETS, SHOWN, cutoff=0.5)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(f"no data set {name!r}; {meant}All names: {ALL_NAMES}")
         settings = {key: value for key, value in json.loads(config).items() if key != SYSTEM}
         names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
         if unknown := [key for key in settings if key not in names]:
@@ -169,7 +177,7 @@ def _item(dataset: Any, index: int) -> dict[str, Any]:
 def _arguments(task: dict[str, Any], completion: str) -> tuple[Any, ...]:
     spec = task.get("reasoning_gym")
     if spec is None:
-        raise ValueError(f"it is no task of Reasoning Gym; give --tasks {SOURCE}NAME")
+        raise ValueError(f"it is not a task of Reasoning Gym; give --tasks {SOURCE}NAME")
     tagged = "messages" in task  # the system prompt asked for <answer> tags
     question = task["messages"][-1]["content"] if tagged else task["prompt"]
     return spec["dataset"], spec["config"], spec["index"], question, tagged, completion

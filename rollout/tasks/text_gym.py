@@ -191,7 +191,7 @@ def _part(value: Any, where: str) -> dict[str, Any]:
     try:
         return image_url(png(value))
     except PictureError as error:
-        raise ValueError(f"{where} returned an observation that is no picture: {error}") from None
+        raise ValueError(f"{where} returned an observation that is not a picture: {error}") from None
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _check_text(content: Any) -> None:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"not JSON: {name} is no JSON number; write null, or leave the field out")
+    raise ValueError(f"not JSON: {name} is not a JSON number; write null, or leave the field out")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def config_of(name: str, parameters: Mapping[str, Any]) -> Any:
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ValueError(f"{key}: {parent} is no table")
+                raise ValueError(f"{key}: {parent} is not a table")
         if key != SIZE:
             # `agent.harness.id=null` is read as JSON, but a harness has that name.
             place[leaf] = "null" if leaf == "id" and value is None else value

@@ -93,8 +93,8 @@ BAD = [
     ("config=bad.toml", "unknown setting config; a file of settings is given as --config FILE"),
     ("--config empty", "Is a directory; give a .toml or .yaml file"),
     ("--dry-run --reward exact numeric", "nor KEY=VALUE; give each for itself: --reward exact --reward num"),
-    ("launch --hosts a, b", "'b' is no option; write commas without spaces: --hosts a,b"),
-    ("launch --hosts a b", "'b' is no option; write commas without spaces: --hosts a,b"),
+    ("launch --hosts a, b", "'b' is not an option; write commas without spaces: --hosts a,b"),
+    ("launch --hosts a b", "'b' is not an option; write commas without spaces: --hosts a,b"),
     ("rollout.stop=5", """rollout.stop=5: give a list, e.g. 'rollout.stop=["5"]'"""),
     ("rollout.stop=abc", """rollout.stop=abc: give a list, e.g. 'rollout.stop=["abc"]'"""),
     (

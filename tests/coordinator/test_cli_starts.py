@@ -64,7 +64,7 @@ def test_option_of_the_reward_may_come_several_times(run: Run) -> None:
     assert json.loads(several.stdout)["rollout"]["reward"] == "exact=1 + length=-0.1"
     assert several.stdout == together.stdout
     wrong = run("--reward", "exact=1", "--reward", "length=much")
-    assert wrong.returncode == 2 and "the weight 'much' of length is no finite number" in wrong.stderr
+    assert wrong.returncode == 2 and "the weight 'much' of length is not a finite number" in wrong.stderr
 
 
 def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, place: Path) -> None:
@@ -80,9 +80,9 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--model", "a/b", "--tasks", "bad.jsonl"], "--reward exact cannot score this task"),
         (["--data-path", "nosuch", "--tasks", "hf:a/b"], "--data-path nosuch: no such directory"),
         (["--log-path", "a file"], "a file; give a directory"),
-        (["--log-path", "s3://bucket/run"], "'s3:' is no directory; give one that is mounted here"),
-        (["--model", "hf:a/b"], "--model hf:a/b: is no directory, and no name on Hugging Face"),
-        (["--model", "https://hf.co/a/b"], "is no directory, and no name on Hugging Face"),
+        (["--log-path", "s3://bucket/run"], "'s3:' is not a directory; give one that is mounted here"),
+        (["--model", "hf:a/b"], "--model hf:a/b: is neither a directory nor a name on Hugging Face"),
+        (["--model", "https://hf.co/a/b"], "is neither a directory nor a name on Hugging Face"),
         (["rollout.max_tokens=5000"], "rollout.max_tokens=5000 leaves no room for a prompt"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
         (["rollout.teacher=nosuch"], "'nosuch' is no URL"),
@@ -149,7 +149,7 @@ def test_what_may_not_change_between_starts_is_refused(
     run_dir = run_dir_at(place / "run")
     write_json(run_dir.run_json, {"run_id": "abc", "format": FORMAT, "fixed": FIXED})
     text = refusal(run, place, "--log-path", "run", *arguments.split())
-    assert expected in text and text.endswith("to start anew, use another log path")
+    assert expected in text and text.endswith("to start over, use another log path")
 
 
 LAST = {"cluster.num_nodes": 3, "cluster.rank_weights": "2,1,1", "rollout.max_tokens": 64, "iterations": 5}

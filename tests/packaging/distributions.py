@@ -5,13 +5,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 
 from tests.paths import REPOSITORY
 
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+ANYWHERE = Marker("python_version >= '3'")
 PACKAGES = ("coordinator", "rollout", "trainer")
 MODULES = ("flagpost_command",)
 """Modules of scripts/ that stand beside the packages when they are installed."""
@@ -49,22 +56,46 @@ def build(sources: Path, destination: Path) -> Distributions:
 
 
 def environment(directory: Path, *, with_pip: bool = False) -> Path:
-    """The interpreter of a new environment that borrows the libraries of the tests.
-
-    The line in a .pth file adds their directory, but not what .pth files there would add: so the checkout,
-    which the tests have installed in place, is not seen.
-    """
+    """The interpreter of a new environment that borrows libraries of the tests: those that flagpost needs."""
     venv.create(directory, with_pip=with_pip, symlinks=True)
     python = directory / "bin" / "python"
-    borrow_libraries(python)
+    link_needed_libraries(python)
     return python
 
 
 def borrow_libraries(python: Path) -> None:
-    """Let an environment see the libraries of the tests, behind its own."""
+    """Let an environment see all libraries of the tests, behind its own.
+
+    The line in a .pth file adds their directory, but not what .pth files there would add: so the checkout,
+    which the tests have installed in place, is not seen.
+    """
+    (_site_packages(python) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def _site_packages(python: Path) -> Path:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    own = python.parents[1] / "lib" / version / "site-packages"
-    (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parents[1] / "lib" / version / "site-packages"
+
+
+def link_needed_libraries(python: Path) -> None:
+    """Link what flagpost needs without its extras into an environment, and nothing else: a library that only
+    an extra brings is missing there, as for a user.
+    """
+    own = _site_packages(python)
+    names = {"flagpost"}
+    waiting = list(PROJECT["dependencies"])
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if requirement.name.lower() in names or not (requirement.marker or ANYWHERE).evaluate({"extra": ""}):
+            continue
+        names.add(requirement.name.lower())
+        library = metadata.distribution(requirement.name)
+        waiting += library.requires or ()
+        tops = {path.parts[0] for path in library.files or () if path.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            source = Path(sysconfig.get_path("purelib")) / top
+            if source.exists() and not (own / top).exists():
+                (own / top).symlink_to(source)
 
 
 def install(python: Path, wheel: Path) -> None:

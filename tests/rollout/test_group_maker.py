@@ -106,8 +106,8 @@ def at(name: str, place: int, value: float) -> Callable[[Sample], None]:
         (at("logprobs", 0, math.nan), "the logprob of its token 0 is nan"),
         (at("loss_mask", 0, 1), "its first token is trained"),
         (at("loss_mask", 1, 2), "its loss_mask has values other than 0 and 1"),
-        (at("token_ids", 1, -1), "its token_ids are no token ids"),
-        (spoil(token_ids=np.array([3.0, 4.5])), "its token_ids are no token ids: float64"),
+        (at("token_ids", 1, -1), "its token_ids are not token ids"),
+        (spoil(token_ids=np.array([3.0, 4.5])), "its token_ids are not token ids: float64"),
         (spoil(logprobs=np.zeros(1, np.float32)), "have the shapes"),
         (spoil(logprobs=[None, None]), "the logprob of its token 0 is nan"),
         (spoil(logprobs=["a", "b"]), "it does not consist of numbers"),
@@ -119,7 +119,7 @@ def at(name: str, place: int, value: float) -> Callable[[Sample], None]:
         (spoil(metrics={"calls": 1e308}), "its calls is 1e+308, expected a finite number up to 1e+30"),
         (spoil(metrics={"calls": "many"}), "it does not consist of numbers"),
         (spoil(text=None), "its text is NoneType"),
-        (spoil(turns=["hello"]), "its turns are no list of Turn"),
+        (spoil(turns=["hello"]), "its turns are not a list of Turn"),
     ],
 )
 def test_sample_that_cannot_be_trained_is_left_out_and_the_rest_of_its_group_stays(

@@ -17,7 +17,6 @@ def checkout(at: Path) -> Path:
     """A project with our scripts, whose `run` says how it was called, and with the run of an earlier demo."""
     shutil.copytree(REPOSITORY / "scripts", at / "scripts", ignore=lambda _, names: {*names} - {*SCRIPTS})
     (at / ".venv" / "bin").mkdir(parents=True)
-    (at / ".venv" / ".installed").touch()
     (at / ".venv" / "bin" / "run").write_text(STUB)
     (at / ".venv" / "bin" / "run").chmod(stat.S_IRWXU)
     (at / "runs" / "demo").mkdir(parents=True)

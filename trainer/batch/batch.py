@@ -193,7 +193,7 @@ class Batch:
         except (SafetensorError, KeyError, TypeError, ValueError, struct.error) as error:
             if isinstance(error, DamagedBatch):
                 raise
-            raise DamagedBatch(f"not a training batch: {error!r}; make it anew from the manifest") from error
+            raise DamagedBatch(f"not a training batch: {error!r}; make it again from the manifest") from error
         batch.check()
         return batch
 

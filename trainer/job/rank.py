@@ -257,5 +257,5 @@ def read_batch(path: Path, sha256: str) -> Batch:
     data = files.read(path)
     actual = hashing.facts_of(data)["sha256"]
     if actual != sha256:
-        raise DamagedBatch(f"{path} has sha256 {actual}, the request wants {sha256}; make the batch anew")
+        raise DamagedBatch(f"{path} has sha256 {actual}, the request wants {sha256}; make the batch again")
     return Batch.decode(data)

@@ -153,7 +153,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[Text], length: int) 
 def build(seed: int, steps: int, out: Path, source: str = "builtin:arithmetic") -> None:
     """Make the model directory `out`, which appears whole; raises FileExistsError if it exists."""
     if out.exists():
-        raise FileExistsError(f"{out} exists; remove it to make the model anew")
+        raise FileExistsError(f"{out} exists; remove it to make the model again")
     tokenizer, model = make_tokenizer(), make_model(seed)
     if steps:
         warm_up(model, tokenizer, source, seed, steps)

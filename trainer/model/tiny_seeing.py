@@ -129,7 +129,7 @@ def warm_up(model: Any, processor: Any, model_dir: Path, seed: int, steps: int) 
 def build(seed: int, steps: int, out: Path, _source: str = SHAPES) -> None:
     """Make the model directory `out`, which appears whole; raises FileExistsError if it exists."""
     if out.exists():
-        raise FileExistsError(f"{out} exists; remove it to make the model anew")
+        raise FileExistsError(f"{out} exists; remove it to make the model again")
     processor, model = make_processor(), make_model(seed)
     with TemporaryDirectory() as saved:
         processor.save_pretrained(saved)

@@ -113,7 +113,7 @@ def refuse_parts(words: Sequence[str]) -> None:
     """Raise SettingsError for a word that is a part of the value before it, which a shell has divided."""
     for word in words:
         if "=" not in word and not word.startswith("-") and (advice := part_of_value(word, sys.argv[1:])):
-            raise SettingsError(f"run launch: '{word}' is no option; {advice}")
+            raise SettingsError(f"run launch: '{word}' is not an option; {advice}")
 
 
 def refuse_pipes(words: Sequence[str]) -> None:

@@ -62,6 +62,6 @@ def _parse_hosts(hosts: str) -> list[str]:
     for name in names:
         if not name or name.startswith("-") or len(name.split()) > 1:
             raise SettingsError(
-                f"--hosts {hosts}: '{name}' is no host; give what ssh takes, e.g. node-a,me@node-b"
+                f"--hosts {hosts}: '{name}' is not a host; give what ssh takes, e.g. node-a,me@node-b"
             )
     return names

@@ -15,6 +15,7 @@ from coordinator.console.commands.names import GROUPS, LOCAL
 from coordinator.settings import suggestions
 from coordinator.settings.loading import (
     OPTIONS,
+    REPEATED,
     as_list,
     items,
     known_keys,
@@ -63,6 +64,23 @@ def settings_of(words: Sequence[str], arguments: Sequence[str] | None = None) ->
     for word in words:
         _refuse_word(word, sys.argv[1:] if arguments is None else arguments)
     return dict(parse_override(word) for word in words)
+
+
+def say_what_is_given_twice(words: Sequence[str], arguments: Sequence[str]) -> None:
+    """Print a line for each setting that has two values among the options in `arguments`, and in `words`."""
+    options = {option_name(key): key for key in OPTIONS if key not in (*REPEATED, "cluster.place")}
+    typed = [word.partition("=") for word in arguments]
+    given = [
+        (options[name], value if sign else after)
+        for (name, sign, value), after in zip(typed, [*arguments[1:], ""], strict=True)
+        if name in options
+    ]
+    values: dict[str, str] = {}
+    for key, value in [*given, *(word.partition("=")[::2] for word in words)]:
+        if values.get(key, value) != value:
+            print(f"run: {option_name(key)} is given twice, as {values[key]} and as {value}: {value} counts",
+                  file=sys.stderr)  # fmt: skip
+        values[key] = value
 
 
 def part_of_value(word: str, arguments: Sequence[str]) -> str:

@@ -99,7 +99,7 @@ def _texts(path: Path, budget_bytes: int) -> tuple[list[str], bool]:
     def read() -> tuple[list[str], bool]:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):  # opening a pipe waits for its writer
-            raise OSError(f"{path} is no file")
+            raise OSError(f"{path} is not a file")
         skip, place = facts.st_size - budget_bytes, 0
         texts: list[str] = []
         with path.open("rb") as file:

@@ -226,7 +226,7 @@ def submit(root: Path, submission: Submission) -> Job:
     directory = folder / "files" / submission.digest
     if JOB not in published.names(folder):
         if (names := published.names(folder.parent)) and FOLDER not in names:
-            raise Conflict(f"{folder.parent} is there, and is no job; give another name")
+            raise Conflict(f"{folder.parent} is there, and is not a job; give another name")
         files.make_directory(directory)
         for name, data in submission.files.items():
             files.publish(directory / name, data)

@@ -91,9 +91,9 @@ def parse_object(body: bytes, known: set[str]) -> dict[str, Any]:
     try:
         document = json.loads(body.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
+        raise SettingsError(f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(document, dict):
-        raise SettingsError("the body is no JSON object")
+        raise SettingsError("the body is not a JSON object")
     values = cast("dict[str, Any]", document)
     if strange := sorted(values.keys() - known):
         raise SettingsError(

@@ -84,7 +84,7 @@ class MergedAdapter:
         """Each layer that an adapter names, and its weight with that adapter."""
         check_model_dir(directory)
         if not is_adapter(directory):
-            raise WeightsError(f"{directory}: has no {ADAPTER_CONFIG}, so it is no adapter")
+            raise WeightsError(f"{directory}: has no {ADAPTER_CONFIG}, so it is not an adapter")
         scale = _scale(Path(directory))
         try:
             tensors = load_file(Path(directory) / ADAPTER_WEIGHTS)

@@ -46,7 +46,7 @@ class ModelWeights:
             if old.get(name) != new.get(name):
                 raise WeightsError(
                     f"{model_dir}: tensor {name!r} has shape {new.get(name)}, in the model served it has "
-                    f"{old.get(name)}: another architecture is no new version of it"
+                    f"{old.get(name)}: another architecture is not a new version of it"
                 )
 
     def take(self, model_dir: PathLike) -> bool:

@@ -71,7 +71,7 @@ class Embedded(EngineKind):
                 wrong = wrong or next(iter(modules), "its Conv1D layers" if target == "all-linear" else None)
             if wrong is not None:
                 raise ServerSettingError(
-                    f"trainer.lora.targets={lora_targets}: {wrong} of {name} is no linear layer, and the "
+                    f"trainer.lora.targets={lora_targets}: {wrong} of {name} is not a linear layer, and the "
                     "embedded engine serves adapters of linear layers only; name others, or use vLLM"
                 )
 

@@ -197,7 +197,7 @@ def test_gpus_are_counted_as_cuda_counts_them(
         ("sleep 1000 & echo 'GPU 0: H100 (UUID: GPU-1), 81559'", 1, ""),  # a child keeps the output open
         ("echo 'GPU 0: H100 (UUID: GPU-1), 81559'; echo 'WARNING: infoROM is corrupted'; exit 14", 1, ""),
         ("true", 0, ""),
-        ("echo rubbish", 0, "its answer is no list of GPUs: rubbish"),
+        ("echo rubbish", 0, "its answer is not a list of GPUs: rubbish"),
         ("echo 'cannot talk to the driver'; exit 9", 0, "cannot talk to the driver"),
         ("echo 'NVML failed, reboot'; exit 9", 0, "NVML failed, reboot"),
         ("exit 9", 0, "exit code 9"),

@@ -86,9 +86,9 @@ def an_open_one(folder: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLANTED = [
     (somebody_elses, "belongs to user"),
-    (a_link, "is no directory"),
-    (a_dangling_link, "is no directory"),
-    (a_file, "is no directory"),
+    (a_link, "is not a directory"),
+    (a_dangling_link, "is not a directory"),
+    (a_file, "is not a directory"),
     (an_open_one, "is open to other users"),
 ]
 

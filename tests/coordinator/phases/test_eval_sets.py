@@ -125,7 +125,7 @@ def test_bad_set_is_refused_in_one_line_and_nothing_is_written(
 
 
 def test_best_checkpoint_is_that_of_a_set_which_is_there() -> None:
-    with pytest.raises(SettingsError, match=r"checkpoints\.best_by=b is no set of eval\.sets \(there is a\)"):
+    with pytest.raises(SettingsError, match=r"checkpoints\.best_by=b is not among eval\.sets \(a\)"):
         built("eval.sets.a.tasks=a.jsonl", "checkpoints.best_by=b")
 
 

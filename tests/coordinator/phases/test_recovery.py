@@ -13,7 +13,7 @@ from coordinator.phases import recovery
 from coordinator.protocol.exits import NodeLost
 from rollout.engines.model_dir import WeightsError
 
-NO_MODEL = WeightsError("/mnt/run/checkpoints/iteration_000002: is no directory")
+NO_MODEL = WeightsError("/mnt/run/checkpoints/iteration_000002: is not a directory")
 
 
 def node_of(cut_off: list[bool], seen: list[str]) -> Any:

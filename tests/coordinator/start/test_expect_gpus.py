@@ -40,8 +40,8 @@ def test_total_or_one_number_a_node(typed: Any, held: tuple[int, ...]) -> None:
     ("typed", "expected"),
     [
         ("8,8", "8,8 has 2 numbers for --num-nodes 3; give the total, e.g. 24, or one per node, e.g. 8,8,8"),
-        ("8,x,8", "--expect-gpus 8,x,8: 'x' is no number of GPUs; give the total, e.g. 32"),
-        ("-1", "--expect-gpus -1: '-1' is no number of GPUs"),
+        ("8,x,8", "--expect-gpus 8,x,8: 'x' is not a number of GPUs; give the total, e.g. 32"),
+        ("-1", "--expect-gpus -1: '-1' is not a number of GPUs"),
         (-1, "--expect-gpus"),
         ([], "has 0 numbers"),
     ],

@@ -91,7 +91,7 @@ def test_index_that_does_not_fit_the_files_is_refused(
 
 
 def test_what_is_missing_is_named(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="is no directory"):
+    with pytest.raises(WeightsError, match="is not a directory"):
         check_model_dir(tmp_path / "none")
     (directory / "model.safetensors").rename(directory / "elsewhere")
     with pytest.raises(WeightsError, match=r"holds no model\.safetensors and no .*index\.json, so"):

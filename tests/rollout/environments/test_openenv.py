@@ -206,8 +206,8 @@ def test_observation_may_be_rows_of_pixels(tmp_path: Path) -> None:
     assert size_of(data) == (8, 4) and open_picture(data).getpixel((7, 3)) == (255, 0, 0)
     with Server(Painted, Answer, Screen) as other:
         for rows, reason in (
-            ("[[[0,0,256]]]", "the observation's pixels is no picture: "),
-            ("[[[1,2,3]],[[1]]]", "the observation's pixels is no picture: "),
+            ("[[[0,0,256]]]", "the observation's pixels is not a picture: "),
+            ("[[[1,2,3]],[[1]]]", "the observation's pixels is not a picture: "),
             ("null", "the observation's pixels is None; it must be a string, or rows of pixels"),
         ):
             with pytest.raises(TaskError, match=reason):
@@ -237,9 +237,9 @@ def test_wrong_environment_is_one_line(server: Server) -> None:
         "http://127.0.0.1:9": "no server answers at http://127.0.0.1:9: Cannot connect",
         f"{server.url}/wrong": "/wrong/schema answers 404: ",
         f"{server.url},action=message": "give its parameters behind --tasks openenv:URL",
-        "127.0.0.1:8000": "'127.0.0.1:8000' is no URL of a server, such as http://127.0.0.1:8000",
-        "http://me:secret@host:1": "is no URL of a server",
-        "": "'' is no URL of a server",
+        "127.0.0.1:8000": "'127.0.0.1:8000' is not a URL of a server, such as http://127.0.0.1:8000",
+        "http://me:secret@host:1": "is not a URL of a server",
+        "": "'' is not a URL of a server",
     }.items():
         with pytest.raises(EnvironmentSettingError) as caught:
             resolve_environment(f"openenv:{name}")

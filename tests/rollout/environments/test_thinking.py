@@ -53,7 +53,7 @@ def test_demonstrations_are_rendered_with_them_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tools", "tokenize", "add_generation_prompt", "return_dict", "a b"])
 def test_what_engines_set_themselves_is_no_variable(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollout.chat_template.{name}: is no variable"):
+    with pytest.raises(ValueError, match=rf"rollout.chat_template.{name}: is set by the engine"):
         RolloutSettings(chat_template={name: True})
 
 

@@ -221,7 +221,7 @@ def test_malformed_call_is_the_text_of_the_answer_and_can_be_answered(tmp_path: 
 
     async def play(agent: openai.AsyncOpenAI) -> Any:
         first = await ask(agent, user("a"))
-        await ask(agent, [*user("a"), first.message, *user("That is no JSON.")])
+        await ask(agent, [*user("a"), first.message, *user("That is not JSON.")])
         return first
 
     first, (sample,) = with_client(client, play)

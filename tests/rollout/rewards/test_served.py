@@ -254,14 +254,14 @@ def test_key_comes_from_a_variable_and_is_in_no_document(
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("http://", "'http://' is no URL; write e.g."),
-        ("http://h:x/s", "is no URL"),
+        ("http://", "'http://' is not a URL; write e.g."),
+        ("http://h:x/s", "is not a URL"),
         ("http://me:secret@h/s", "leave user and password out of the URL"),
         ("http://h/s,model=m", "no parameter 'model'; there is name, key_from, timeout_s"),
         ("http://h/s,retries=few", "retries=few: give a number"),
         ("http://h/s,timeout_s=0", "timeout_s=0: give a value of 0.001 or more"),
         ("judge:http://h/v1", "give the judge's model"),
-        ("judge:h,model=m", "'h' is no URL"),
+        ("judge:h,model=m", "'h' is not a URL"),
         ("judge:http://h/v1,model=m,prompt=none.txt", "prompt=none.txt: cannot be read"),
         ("exact=1 + http://h/s,name=reward=10", "name=reward: so is the sum called"),
         ("http://h/s=1 + http://i/s=1", "two rewards are called reward_model; add name=NAME"),

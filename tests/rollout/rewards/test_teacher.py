@@ -92,7 +92,7 @@ def test_texts_that_tokenizers_write_in_other_ways_are_not_compared(served: Serv
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("localhost:8000", "is no URL"),
+        ("localhost:8000", "is not a URL"),
         ("http://127.0.0.1:1/v1,prompt=x", "no parameter 'prompt'; there is key_from"),
         ("http://127.0.0.1:1/v1,retries=-1", "retries=-1: give a value of 0 or more"),
         ("http://127.0.0.1:1/v1,key_from=ABSENT_KEY", "this variable is not set here"),

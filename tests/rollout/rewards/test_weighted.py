@@ -42,7 +42,7 @@ def test_setting_is_read_as_names_with_weights() -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("math=high", "the weight 'high' of math is no finite number; write e.g. math=0.5"),
+        ("math=high", "the weight 'high' of math is not a finite number; write e.g. math=0.5"),
         ("exact=1 + math=inf", "the weight 'inf' of math"),
         ("exact=", "the weight '' of exact"),
         ("=1", "'=1' names no reward"),

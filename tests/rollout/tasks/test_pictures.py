@@ -132,7 +132,7 @@ def _cmyk() -> bytes:
     ("row", "reason"),
     [
         ({"messages": user({"type": "image", "image": "none.png"}, ASK)}, "none.png: No such file"),
-        ({"messages": user({"type": "image", "image": "pipe"}, ASK)}, "pipe: is no file"),
+        ({"messages": user({"type": "image", "image": "pipe"}, ASK)}, "pipe: is not a file"),
         ({"messages": user({"type": "image", "image": "https://a.b/c.png"}, ASK)}, "nothing is fetched"),
         ({"messages": user({"type": "image", "image": "data:image/png,abc"}, ASK)}, "data URI must be"),
         ({"messages": user({"type": "image", "image": 7}, ASK)}, "must be a path, bytes"),

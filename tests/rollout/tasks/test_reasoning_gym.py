@@ -151,7 +151,7 @@ def test_scorer_without_a_single_answer_scores_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("leg_cunting", "no data set 'leg_cunting'; there is ab, acre"),
+        ("leg_cunting", "no data set 'leg_cunting'; did you mean leg_counting or letter_counting"),
         ("leg_counting,sizee=3", "leg_counting has no parameter 'sizee'; there is min_animals, max_animals"),
         ("leg_counting,min_animals=9,max_animals=2", "max_animals must be >= min_animals"),
         ("leg_counting,system=foo", "system=foo: there is DeepSeekZero, default"),
@@ -171,7 +171,7 @@ def test_a_task_of_another_version_of_the_library_is_an_error() -> None:
     task = {**load(LEGS)[0], "prompt": "How many?"}
     with pytest.raises(RewardError, match="is another one with this version of reasoning_gym"):
         scores(task, "4")
-    with pytest.raises(ValueError, match="it is no task of Reasoning Gym; give --tasks reasoning_gym:NAME"):
+    with pytest.raises(ValueError, match="it is not a task of Reasoning Gym; give --tasks"):
         scores({"id": "1", "prompt": "1+2="}, "3")
 
 

@@ -37,7 +37,7 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ("{", "not JSON"),
         ("{'prompt': 'a'}", "JSON has double quotes, as Python's json.dumps writes them"),
         ("# harder ones", "JSON has no comments: remove it"),
-        ('{"prompt": NaN}', "NaN is no JSON number; write null, or leave the field out"),
+        ('{"prompt": NaN}', "NaN is not a JSON number; write null, or leave the field out"),
         ('{"prompt": "a"}{"prompt": "b"}', "Extra data at column 16; give each object one"),
         ('{\n"prompt": "a"\n}', "give each object one line (jq -c . FILE does)"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' is twice in one object"),

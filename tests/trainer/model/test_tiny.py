@@ -82,7 +82,7 @@ def test_lesson_is_a_task_done_as_asked_and_astray(
 
 def test_existing_directory_is_left_alone(base_dir: Path) -> None:
     before = checksums(base_dir)
-    with pytest.raises(FileExistsError, match="remove it to make the model anew"):
+    with pytest.raises(FileExistsError, match="remove it to make the model again"):
         tiny.build(seed=1, steps=0, out=base_dir)
     assert checksums(base_dir) == before
 

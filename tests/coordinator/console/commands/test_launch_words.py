@@ -20,9 +20,9 @@ def ssh(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("hosts", "words", "expected"),
     [
-        ("a,,b", [], "--hosts a,,b: '' is no host"),
-        ("a,-oProxyCommand=x", [], "'-oProxyCommand=x' is no host"),
-        ("a b", [], "'a b' is no host"),
+        ("a,,b", [], "--hosts a,,b: '' is not a host"),
+        ("a,-oProxyCommand=x", [], "'-oProxyCommand=x' is not a host"),
+        ("a b", [], "'a b' is not a host"),
         ("a,b", ["--master"], "leave --master out"),
         ("a,b", ["--worker", "1"], "leave --worker out"),
         ("a,b", ["--num-nodes=2"], "leave --num-nodes out"),

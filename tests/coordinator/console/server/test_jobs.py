@@ -100,7 +100,7 @@ def test_same_name_is_the_same_job_or_refused(tmp_path: Path, job: Job) -> None:
 def test_directory_that_is_no_job_does_not_become_one(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "run.json").touch()
-    with pytest.raises(Conflict, match="is no job"):
+    with pytest.raises(Conflict, match="is not a job"):
         jobs.submit(tmp_path, Submission("mine", (), {}))
     with pytest.raises(UnknownJob):
         Job(tmp_path, "mine")

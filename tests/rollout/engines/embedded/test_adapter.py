@@ -112,6 +112,6 @@ def test_adapter_that_is_not_a_plain_sum_or_does_not_fit_is_refused_and_changes_
     (unnamed / "adapter_model.safetensors").rename(unnamed / "other.safetensors")
     with pytest.raises(WeightsError, match=r"holds no adapter_model\.safetensors, so"):
         adapter.load(unnamed)
-    with pytest.raises(WeightsError, match="it is no adapter"):
+    with pytest.raises(WeightsError, match="it is not an adapter"):
         adapter.load(model_dir)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())

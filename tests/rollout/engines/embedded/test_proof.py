@@ -139,7 +139,7 @@ def test_server_says_what_is_wrong_and_with_what(
 def test_directory_that_cannot_be_read_is_no_proof_of_anything(
     engine: EmbeddedEngine, tmp_path: Path
 ) -> None:
-    with pytest.raises(WeightsError, match="gone: is no directory"):
+    with pytest.raises(WeightsError, match="gone: is not a directory"):
         prove(engine, tmp_path / "gone")
 
 

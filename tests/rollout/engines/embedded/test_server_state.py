@@ -76,7 +76,7 @@ def test_damaged_checkpoint_is_refused_and_the_model_serves_on_unchanged(
         (renamed, "; it does not know 1 that are there, e.g. "),
         (shape, "has shape "),
         (larger, "another architecture"),
-        (tmp_path / "nowhere", "is no directory"),
+        (tmp_path / "nowhere", "is not a directory"),
     ):
         status, answer = reload(own, path)
         assert status == 400 and reason in answer["error"]["message"], (path, answer)
@@ -173,7 +173,7 @@ def test_broken_model_directory_and_taken_port_end_it_with_one_line(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is not the server's to end
     for arguments, reason in (
-        (["--model", str(model_dir / "nowhere"), "--port", "0"], "is no directory"),
+        (["--model", str(model_dir / "nowhere"), "--port", "0"], "is not a directory"),
         (["--model", str(model_dir), "--port", str(server.port)], "address already in use"),
     ):
         assert server_module.main(arguments) == 1

@@ -34,16 +34,16 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config {path}: expected settings by name, found {type(tree).__name__}")
     known, settings = known_keys(), flatten(cast(dict[str, Any], tree))
     # A section whose lines are all comments is nothing in YAML.
-    given = {
+    overrides = {
         key: value
         for key, value in settings
         if value is not None or not any(name.startswith(f"{key}.") for name in known)
     }
     try:
-        check_each(given)
+        check_each(overrides)
     except SettingsError as error:
         raise SettingsError(f"--config {path}: {error}") from None
-    return given
+    return overrides
 
 
 def _read_pipe(path: Path) -> bytes:

@@ -158,8 +158,8 @@ def _dataset_maker() -> Callable[[str, str], Any]:
     def dataset(name: str, config: str) -> Any:
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, SHOWN, cutoff=0.5)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(f"no data set {name!r}; {meant}All names: {ALL_NAMES}")
+            advice = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(f"no data set {name!r}; {advice}All names: {ALL_NAMES}")
         settings = {key: value for key, value in json.loads(config).items() if key != SYSTEM}
         names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
         if unknown := [key for key in settings if key not in names]:

@@ -70,13 +70,13 @@ def say_what_is_given_twice(words: Sequence[str], arguments: Sequence[str]) -> N
     """Print a line for each setting that has two values among the options in `arguments`, and in `words`."""
     options = {option_name(key): key for key in OPTIONS if key not in (*REPEATED, "cluster.place")}
     typed = [word.partition("=") for word in arguments]
-    given = [
+    pairs = [
         (options[name], value if sign else after)
         for (name, sign, value), after in zip(typed, [*arguments[1:], ""], strict=True)
         if name in options
     ]
     values: dict[str, str] = {}
-    for key, value in [*given, *(word.partition("=")[::2] for word in words)]:
+    for key, value in [*pairs, *(word.partition("=")[::2] for word in words)]:
         if values.get(key, value) != value:
             print(f"run: {option_name(key)} is given twice, as {values[key]} and as {value}: {value} counts",
                   file=sys.stderr)  # fmt: skip

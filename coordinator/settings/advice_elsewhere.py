@@ -131,7 +131,7 @@ _INSTEAD = {
     "give --eval-tasks verifiers:{ENVIRONMENT}, with ,PARAMETER=VALUE": "eval.env eval.source",
     "theirs is both together: rollout.max_prompt_tokens and rollout.max_tokens": "max_len",
     "no sample is cut: rollout.max_prompt_tokens and rollout.max_tokens are how long its parts may be": (
-        "max_length max_seq_length max_seq_len seq_length"
+        "max_length max_seq_length max_seq_len seq_length orchestrator.seq_len"
     ),
     "tasks are always shuffled, by rollout.seed": "shuffle shuffle_dataset validation_shuffle",
     "every checkpoint is a directory of Hugging Face's": (

@@ -54,6 +54,11 @@ _PRESETS = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"
 """The preset of a loss of theirs with the advantage of GRPO."""
 _GPUS = ("n_gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node")
 _NODES = ("nnodes", "actor_num_nodes", "num_nodes")
+_CORRECTS = (
+    *("is_correction_enable", "vllm_enable_is_correction", "enable_vllm_is_correction"),
+    "vllm_importance_sampling_correction",
+)
+_CORRECTIONS = ("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode")
 _STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
 
@@ -163,6 +168,12 @@ def _step(values: Values) -> str | None:
     return f"{text}, and rollout.tasks_per_iteration to {tasks:g} x processes" if is_sampled else text
 
 
+def _correction(values: Values) -> str | None:
+    word = "off" if _first(values, _CORRECTS) is False else _first(values, _CORRECTIONS)
+    correction = VALUES.get(f"engine_correction={word}", word == "off" and "engine_correction=off")
+    return f"did you mean trainer.{correction}?" if correction else None
+
+
 def _reward(values: Values) -> str | None:
     path, url = _first(values, _REWARD[:1]), _first(values, _REWARD[2:])
     name = _first(values, _REWARD[1:2]) or "compute_score" if path else "reward_func"
@@ -205,6 +216,7 @@ _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str |
     ((*_ADVANTAGES, *_LOSSES), (), _algorithm),
     (("epsilon", "epsilon_high", "clip_ratio_low"), _LOSSES, _cispo),
     (_GPUS, _NODES, _gpus),
+    ((*_CORRECTS, *_CORRECTIONS), (), _correction),
     (_STEP, (), _step),
     (_REWARD, (), _reward),
     ((*_IN_LOSS, *_IN_REWARD, *_OF_LOSS, *_OF_REWARD, *_ESTIMATORS[0], *_ESTIMATORS[1]), (), _kl),

@@ -157,6 +157,9 @@ _BY_VALUE = {
     "leave it out: rewards are given for each sample by default": (
         "reward_manager=naive reward_manager.name=naive reward_manager=batch reward_manager.name=batch"
     ),
+    "did you mean rollout.dynamic_sampling=true trainer.keep_flat_groups=false?": (
+        "dynamic_filtering=true dynamic_filtering_enable=true filter_groups.enable=true filter_groups=true"
+    ),
     "set eval.temperature, which is 0 by default": "val_kwargs.do_sample=true",
     "leave it out: eval.temperature=0 is the default": "val_kwargs.do_sample=false",
     "did you mean trainer.lora.rank=16? (TRL's, where none is given)": "use_peft=true",

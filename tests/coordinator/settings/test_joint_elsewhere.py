@@ -45,6 +45,14 @@ KNOWN = known_keys()
             {"a.overlong_buffer.enable": False, "a.overlong_buffer.len": 4096},
             "did you mean trainer.overlong=keep?",
         ),
+        (
+            {"is_correction_enable": True, "is_correction_type": "icepop"},
+            "did you mean trainer.engine_correction=masked?",
+        ),
+        (
+            {"is_correction_enable": False, "is_correction_type": "tis"},
+            "did you mean trainer.engine_correction=off?",
+        ),
         ({"adv_estimator": "grpo", "a.loss_mode": "gspo"}, "did you mean trainer.algorithm=gspo?"),
         (
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.settings.loading import parse_value, refuse_unknown
+from coordinator.settings.loading import build, parse_override, parse_value, refuse_unknown
 from coordinator.settings.setting_names import known_keys, takes
 from coordinator.settings.suggestions import ALIASES, ANSWERS, BY_VALUE, COUNTED, meant_each, near_setting
 from coordinator.settings.tree import SettingsError
@@ -59,7 +59,7 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("actor_rollout_ref.actor.clip_ratio_c", "trainer.dual_clip"),
         ("num_machines", "cluster.num_nodes"),
         ("zero_optimization.stage", "trainer.layout"),
-        ("orchestrator.seq_len", "trainer.max_tokens_per_microbatch"),
+        ("model.seq_len", "trainer.max_tokens_per_microbatch"),
         ("--pretrain", "model"),
         ("entropy_coeff", "trainer.entropy_bonus"),
         ("vllm_gpu_memory_utilization", "engine.args.gpu_memory_utilization"),
@@ -375,6 +375,41 @@ def test_whole_configuration_is_answered_with_what_changes_something() -> None:
         "  rollout.n: did you mean rollout.samples_per_task=5?",
         "  the other 102: leave them out; they say what holds here anyway, or have no equal",
     ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (  # verl, examples/grpo_trainer/run_qwen3-8b.sh
+            "algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_response_length=1024 "
+            "a.actor.ppo_mini_batch_size=256 a.actor.use_kl_loss=True a.actor.kl_loss_coef=0.001 "
+            "a.actor.kl_loss_type=low_var_kl a.rollout.n=5 algorithm.use_kl_in_reward=False "
+            "a.ref.fsdp_config.param_offload=True trainer.n_gpus_per_node=8 trainer.nnodes=1",
+            {"advantage": "standardised", "clip": "dual", "kl": "k3", "kl_coefficient": 0.001}
+            | {"global_batch_size": 1280},
+        ),
+        (  # OpenRLHF, examples/scripts/train_dapo_ray_hybrid_engine.sh
+            "algo.kl.init_coef=1e-3 algo.kl.use_loss=True algo.kl.estimator=k3 train.batch_size=128 "
+            "algo.advantage.estimator=group_norm algo.dynamic_filtering_enable=True ref.num_nodes=1 "
+            "actor.eps_clip_low_high=[0.2,0.27] algo.advantage.is_correction_enable=True",
+            {"advantage": "standardised", "aggregation": "token", "kl": "k3", "keep_flat_groups": False}
+            | {"clip_low": 0.2, "clip_high": 0.27, "engine_correction": "truncated"},
+        ),
+    ],
+)
+def test_answers_to_a_published_example_are_a_run_when_they_are_pasted(
+    theirs: str, ours: dict[str, Any]
+) -> None:
+    values = dict(parse_override(word) for word in theirs.split())
+    answers = [near_setting(name, KNOWN, values).partition(" (")[0] for name in values]
+    pasted = dict(
+        parse_override(word)
+        for text in answers
+        if text.startswith(("did you mean", "set both"))
+        for word in re.findall(r"[a-z_]+(?:\.\w+)+=[^\s?]+", text)
+    )
+    trainer = build({"model": "any/model", **pasted}).trainer
+    assert {name: getattr(trainer, name) for name in ours} == ours
 
 
 def test_table_of_theirs_is_answered_by_what_it_holds() -> None:

@@ -284,7 +284,8 @@ def _changes(text: str) -> bool:
     """Return whether an answer says to type something that is not the default."""
     settings = re.findall(r"([a-z_]+(?:\.\w+)*)=([^\s?]+)", text)
     is_default = settings and all(as_typed(default_of(name)) == value for name, value in settings)
-    return text.startswith(("did you mean", "set ", "give ", "take ", "name ")) and not is_default
+    is_told = text.startswith(("did you mean", "set ", "give ", "take ", "name "))
+    return is_told and not is_default and not text.endswith("needs no equal)")
 
 
 def _as_default(typed: str, values: Mapping[str, Any]) -> str | None:

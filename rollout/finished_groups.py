@@ -51,8 +51,9 @@ class FinishedGroups:
         """Log how many groups were given up, and how many samples were lost, if any."""
         if self._given_up or self._lost_samples:
             log.warning(
-                "%d of %s given up, %s lost (unfit, or without a reward)",
+                "%d of %s %s given up, %s lost (unfit, or without a reward)",
                 self._given_up,
-                amount(self._made + self._given_up, "groups", "were"),
+                amount(self._made + self._given_up, "groups"),
+                "was" if self._given_up == 1 else "were",
                 amount(self._lost_samples, "samples", "were"),
             )

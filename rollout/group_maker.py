@@ -1,7 +1,8 @@
 """Make one group: generate its samples, then score them, whatever the user's environment or reward does."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from rollout.tasks.task_set import TaskError
 from rollout.trajectory import Group, Sample, unfit
 
 T = TypeVar("T")
+CHANCE = 1e-6
+"""Samples of a group that are the same with less than this probability are copies."""
 
 
 class UnfitSample(ValueError):
@@ -83,7 +86,7 @@ class GroupMaker:
             loss = "a reward ends the run (rollout.on_reward_error=run)"
             self.tally.note("samples", loss, reason, reason.__cause__)
             raise reason from None
-        loss = f"slot {slot.number}, task {slot.task_id!r} is given up"
+        loss = f"the group of task {slot.task_id!r} is given up"
         self.tally.note("groups", loss, reason, None if isinstance(reason, EngineError) else reason)
         return slot.tombstone(f"{type(reason).__name__}: {reason}")
 
@@ -108,13 +111,13 @@ class GroupMaker:
             samples = await advance(slot.task, policy, self.recipe.sampling, slot.begun, self.segment)
         else:
             samples = await self.recipe.environment(slot.task, policy, self.recipe.sampling)
-        if (
-            not isinstance(samples, list)
-            or not samples
-            or not all(isinstance(sample, Sample) for sample in samples)
-        ):
+        if not isinstance(samples, list) or not samples:
+            got = "an empty list" if samples == [] else type(samples).__name__
+            raise ValueError(f"the environment must return a non-empty list of Sample, got {got}")
+        if other := next((sample for sample in samples if not isinstance(sample, Sample)), None):
             raise ValueError(
-                f"the environment must return a non-empty list of Sample, got {type(samples).__name__}"
+                "the environment must return a list of Sample, got a list with "
+                f"{type(other).__name__}, {other!r:.60}; episode.sample() makes one"
             )
         n = self.recipe.sampling.n
         if len(samples) < n and self.segment is None and not demonstrates(self.recipe.environment):
@@ -140,6 +143,14 @@ class GroupMaker:
         )
         faults = [look(sample) for sample in generated]
         samples = [sample for sample, fault in zip(generated, faults, strict=True) if fault is None]
+        is_given = demonstrates(self.recipe.environment) or not self.recipe.sampling.temperature
+        if not is_given and _are_copies(samples):
+            warn_once(
+                "copies",
+                f"all {len(samples)} samples of task {slot.task_id!r} are the same, which chance does not "
+                "do: a group of copies teaches nothing; play sample j with policy.episode(j), each with "
+                "another j",
+            )
         slot.leave_prompt_out(samples, self.recipe.sampling.stop)
         group = Group(slot.number, slot.task_id, slot.prompt, samples)
         failures: list[Exception] = [UnfitSample(fault) for fault in faults if fault is not None]
@@ -151,7 +162,7 @@ class GroupMaker:
         for error in failures:
             if isinstance(error, RewardError) and self.settings.on_reward_error == "run":
                 raise error
-            self.tally.note("samples", f"slot {slot.number} loses a sample", error, error.__cause__)
+            self.tally.note("samples", f"task {slot.task_id!r} loses a sample", error, error.__cause__)
         group.failed = [*(slot.begun.failed if slot.begun else ()), *map(str, failures)]
         if not group.is_unfinished:
             group.samples = [sample for sample in samples if sample.reward is not None]
@@ -180,6 +191,16 @@ class GroupMaker:
             else:
                 sample.teacher_logprobs = outcome
         return failures
+
+
+def _are_copies(samples: Sequence[Sample]) -> bool:
+    """Return whether the same tokens were sampled again and again, although others were likely."""
+    if len(samples) < 2:
+        return False
+    first = samples[0]
+    if any(not np.array_equal(first.token_ids, each.token_ids) for each in samples[1:]):
+        return False
+    return float(np.nansum(first.logprobs)) * (len(samples) - 1) < math.log(CHANCE)
 
 
 async def _asked(teacher: Teacher | TaskTeacher, sample: Sample) -> NDArray[np.float32]:

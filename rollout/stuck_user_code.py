@@ -76,9 +76,12 @@ async def end(tasks: Collection["asyncio.Task[Any]"], noun: str) -> None:
         task.cancel()
     unfinished = (await asyncio.wait(running, timeout=CANCEL_S))[1] if running else set()
     if unfinished:
+        loop = asyncio.get_running_loop()
+        if loop.get_exception_handler() is None:
+            loop.set_exception_handler(_pass_over_cut_off)
         log.error(
-            "%d %s go on although they are cancelled: the environment must let asyncio.CancelledError pass; "
-            "they are cut off",
+            "%d of the %s did not end when cancelled, so cut off: the environment must let "
+            "asyncio.CancelledError pass",
             len(unfinished),
             noun,
         )
@@ -87,3 +90,9 @@ async def end(tasks: Collection["asyncio.Task[Any]"], noun: str) -> None:
             task.get_coro().close()  # type: ignore[union-attr]
         task.cancel()
         asyncio._unregister_task(task)  # else the loop waits for it at its end  # type: ignore[attr-defined]
+
+
+def _pass_over_cut_off(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Show what asyncio says of a task, but not of one that is cut off, of which everything is said."""
+    if str(context.get("exception")) != "cannot reuse already awaited coroutine":
+        loop.default_exception_handler(context)

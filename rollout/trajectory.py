@@ -172,10 +172,16 @@ def unfit(
     try:
         ids, mask = np.asarray(sample.token_ids), np.asarray(sample.loss_mask)
         logprobs = np.asarray(sample.logprobs, dtype=np.float32)
-        sample.reward = None if sample.reward is None else float(sample.reward)
-        sample.metrics = {str(name): float(value) for name, value in sample.metrics.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        return f"it does not consist of numbers: {error}"
+    except (TypeError, ValueError) as error:
+        return f"its token_ids, loss_mask and logprobs do not consist of numbers: {error}"
+    if not isinstance(sample.metrics, dict):
+        return f"its metrics are {sample.metrics!r:.60}, expected numbers by name"
+    for name, value in {"reward": sample.reward, **sample.metrics}.items():
+        if not _is_number(value) and (name != "reward" or value is not None):
+            metric = name if name == "reward" else f"metric {name!r}"
+            return f"its {metric} is {value!r:.60}, expected a number"
+    sample.reward = None if sample.reward is None else float(sample.reward)
+    sample.metrics = {str(name): float(value) for name, value in sample.metrics.items()}
     sample.token_ids, sample.loss_mask, sample.logprobs = ids, mask, logprobs
     shapes = {ids.shape, mask.shape, logprobs.shape}
     if shapes != {(ids.size,)}:
@@ -216,6 +222,14 @@ def unfit(
         if not isinstance(turn.state, str | None):
             return f"the state of a turn is {turn.state!r:.60}, expected a string that names it"
     return None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def group_length(group: Group) -> int:

@@ -1,6 +1,7 @@
 """The groups of an order to collect: they are made, and made durable as they are finished."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from rollout.collect import OURS, GroupCollector
 from rollout.engines.answers import EngineError
 from rollout.slots import ListedSlots, Slot, SlotSource
 from rollout.trajectory import Group, generated_tokens
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,7 +100,8 @@ class Collection:
         in_flight = len(collector.open_slots)
         # What the plan leaves with this node must be made in any case.
         again = sorted({*order.in_flight, *order.again} - {*collector.open_slots, *order.given_up})
-        for slot in await slots_of(order, node, list(order.given_up)):
+        given_up = await slots_of(order, node, list(order.given_up))
+        for slot in given_up:
             on_group(slot.tombstone(order.given_up[slot.number]))
         alone = [slot for slot in again if slot in order.alone]
         for slot in await slots_of(order, node, alone):
@@ -118,6 +122,8 @@ class Collection:
             if isinstance(source, ClaimedSlots):
                 node.send({"waited_s": source.waited_s})
         node.send({"reached": [counted, source.needed, tokens], "made": None})
+        for slot in given_up:
+            log.warning("the group of task %r is given up: %s", slot.task_id, order.given_up[slot.number])
         seconds = {str(slot): round(taken_s, 4) for slot, taken_s in collector.meter.seconds.items()}
         from_guests = source.from_guests if isinstance(source, ClaimedSlots) else None
         return {

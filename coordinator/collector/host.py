@@ -8,11 +8,11 @@ time, and the one that ends a collector alone is given up.
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.collector.echo import Echo
 from coordinator.collector.listener import Listener, pass_on, take_in
 from coordinator.collector.mailbox import NODE_BELL, Mailbox
 from coordinator.collector.order import CollectorFailed, Order, error_of
@@ -25,7 +25,6 @@ from coordinator.machine.oddities import explained
 from coordinator.protocol.liveness import Stopwatch
 from rollout.collect import AllGivenUp, Stopped
 from rollout.engines.answers import EngineError
-from rollout.processes.killable_process import LINES_A_SECOND
 from rollout.storage.retry import SharedFsError
 from rollout.tally import amount
 from trainer.job.doorbell import Doorbell
@@ -54,20 +53,6 @@ class InFlight:
     slots: list[int]
     ahead_s: float = 0.0
     """For how long they were made before their phase."""
-
-
-class _Echo:
-    """Shows what user code prints, LINES_A_SECOND at most; the log file has all of it."""
-
-    def __init__(self) -> None:
-        self._second = self._lines = 0
-
-    def __call__(self, line: str) -> None:
-        second = int(time.monotonic())
-        self._lines = self._lines + 1 if second == self._second else 1
-        self._second = second
-        if self._lines <= LINES_A_SECOND:
-            log.info("collector: %s", line)
 
 
 class _CollectorDied(Exception):
@@ -107,7 +92,7 @@ class CollectorHost:
         self._number, self._is_working, self.in_flight = 0, False, None
         log_file = self._run_dir.logs(self._rank) / f"collector.{os.getpid()}.{self._starts}.log"
         argv = [sys.executable, "-P", "-m", "coordinator.collector.process", str(spool)]
-        echo = _Echo()
+        echo = Echo(log_file)
         self._child = self._children.start("collector", argv, log=log_file, echo=echo, spool=spool)
 
     def collect(self, order: Order, listener: Listener) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class OrderProgress:
         elif self.alone is None:
             self.suspects = in_flight if self.suspects is None else self.suspects & in_flight or in_flight
         if len(self.given_up) >= ALL_FAILED_MIN and not self.durable:
-            slot, reason = next(iter(self.given_up.items()))
-            raise AllGivenUp(f"all {len(self.given_up)} groups were given up, e.g. slot {slot}: {reason}")
+            reason = next(iter(self.given_up.values()))
+            raise AllGivenUp(f"all {len(self.given_up)} groups were given up, e.g. as {reason}")
         self.order = self._rest()
         self.before = (self.counted, self.before[1] + self.reached[1])
         self.given_out, self.begun, self.alone = set(), set(), None

@@ -22,6 +22,10 @@ LINE_BYTES = 64 * 1024
 """Longer lines are split."""
 
 
+LOG_BYTES = 256 * 2**20
+"""The log file of a child that prints without end has so much of it, and the disk is not full."""
+
+
 class ChildOutput:
     """Reads a stream to its end in a thread of its own, whatever becomes of the log file and of `echo`."""
 
@@ -57,13 +61,19 @@ class ChildOutput:
             logger.warning("the log of %s may miss its last lines", self._name)
 
     def _run(self, stream: IO[bytes], echo: Callable[[str], None] | None) -> None:
+        written = 0
         with stream:
             while raw := stream.readline(LINE_BYTES):
                 line = raw.decode("utf-8", "replace").rstrip("\r\n")
                 with self._lock:
                     self._lines.append(line)
-                if self._log:
+                if self._log and written <= LOG_BYTES:
+                    written += len(raw)
                     self._log.put(raw if raw.endswith(b"\n") else raw + b"\n")
+                    if written > LOG_BYTES:
+                        text = f"the log of {self._name} has {written >> 20} MiB: nothing more goes there"
+                        self._log.put(f"[{text}]\n".encode())
+                        logger.warning("%s", text)
                 try:
                     if echo:
                         echo(line)

@@ -194,7 +194,7 @@ def _refuse_tombstones_alone(manifest: Mapping[str, Any], is_needed: bool) -> No
     given_up = manifest["given_up"]
     if given_up and not manifest["groups"] and not manifest["unfinished"]:
         first = given_up[0]
-        text = f"all {len(given_up)} groups were given up, e.g. slot {first['slot']}: {first['reason']}"
+        text = f"all {len(given_up)} groups were given up, e.g. {first['reason']}"
         if is_needed:
             raise AllGivenUp(text)
         log.error("this evaluation has no score, training goes on: %s", text)

@@ -130,6 +130,8 @@ def look_at_text(
                 longest[f"--model {settings.model}"] = context
             if is_written or (played.environment in BUILT_IN and not has_other_template):
                 tokenizer = LocalTokenizer(model_dir)
+                if played.environment == "python" and (reason := why_no_tools(sampling, tokenizer)):
+                    raise SettingsError(f"{played.option('environment')} python: {reason}")
                 for text in try_tasks(
                     played.tasks, played.environment, model_dir, sampling, tokenizer, longest
                 ):

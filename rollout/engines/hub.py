@@ -37,8 +37,20 @@ def fetch_model(model: str) -> Path:
     except HFValidationError as error:
         raise NotFetched(str(error).splitlines()[0]) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise NotFetched(why_unreachable() or str(error).splitlines()[0]) from None
+        raise NotFetched(why_unreachable() or _reason(model, error)) from None
     return snapshot
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Return in one line why the Hub gives no files of a model."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    token = "set HF_TOKEN, or type `hf auth login`, on each machine"
+    if isinstance(error, GatedRepoError):
+        return f"its makers ask for consent: give it at https://huggingface.co/{model}, then {token}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"there is no model of this name, or it is private: look at the name, or {token}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def fetch_shapes(directory: Path, model: str) -> Path:
@@ -63,7 +75,7 @@ def fetch_shapes(directory: Path, model: str) -> Path:
     except (
         Exception
     ) as error:  # of the library, and of the one by which it asks: all are the user's to repair
-        raise NotFetched(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        raise NotFetched(_reason(model, error)) from None
     if weights.sharded:
         (directory / INDEX).write_text(json.dumps({"weight_map": weights.weight_map}))
     for name, file in weights.files_metadata.items():

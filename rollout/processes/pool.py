@@ -194,5 +194,6 @@ def log_as(name: str) -> Callable[[str], None]:
 
 def _failure(error: str, traceback: str) -> CallFailed:
     failure = CallFailed(error)
-    failure.add_note(traceback)
+    if traceback:
+        failure.add_note(traceback)
     return failure

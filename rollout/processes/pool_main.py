@@ -96,7 +96,11 @@ def _as_number(value: Any) -> float:
 
 def _failure(error: BaseException) -> dict[str, str]:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else f"it raised {error!r}"
-    return {"error": text, "traceback": "".join(traceback.format_exception(_users(error))).rstrip()}
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    # What we say of what a function returns is said in full; no line of the user's has raised it.
+    is_ours = isinstance(error, ValueError | TypeError) and Path(raised_in).is_relative_to(_PACKAGE)
+    shown = "" if is_ours else "".join(traceback.format_exception(_users(error))).rstrip()
+    return {"error": text, "traceback": shown}
 
 
 def _users(error: BaseException) -> BaseException:

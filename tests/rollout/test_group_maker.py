@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout import tally
 from rollout.engines.answers import RequestRefused
 from rollout.engines.completion import Completion
 from rollout.environments.environment import single_turn
@@ -54,7 +55,7 @@ def test_sample_whose_reward_raises_is_left_out_of_its_group_and_counted(
     errors = [record for record in caplog.records if record.exc_info]
     assert len(errors) == 1 and "KeyError" in str(errors[0].exc_info)
     assert len(by_slot[2].failed) == 4
-    assert "1 of 3 groups were given up, 5 samples were lost" in caplog.text
+    assert "1 of 3 groups was given up, 5 samples were lost" in caplog.text
 
 
 def test_reward_that_raises_ends_the_collection_where_the_setting_says_so() -> None:
@@ -72,13 +73,32 @@ def test_reward_that_an_environment_has_set_stays() -> None:
     assert [sample.reward for sample in groups[0].samples] == [0.25, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("result", [None, [], [1]])
-def test_environment_that_returns_no_samples_becomes_a_tombstone(result: Any) -> None:
+@pytest.mark.parametrize(
+    ("result", "got"), [(None, "got NoneType"), ([], "got an empty list"), (["85"], "a list with str, '85'")]
+)
+def test_environment_that_returns_no_samples_becomes_a_tombstone(result: Any, got: str) -> None:
     async def broken(task: Task, policy: Any, sampling: Sampling) -> Any:
         return result
 
     groups, failure = run(FakeClient(), slots(1), environment=broken)
-    assert failure is None and "non-empty list of Sample" in str(groups[0].given_up)
+    assert failure is None and got in str(groups[0].given_up)
+
+
+@pytest.mark.parametrize(("logprob", "is_said"), [(-6.0, True), (-0.1, False)])
+def test_copies_that_chance_does_not_make_are_warned_of(
+    logprob: float, is_said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tally, "_warned", set[str]())
+
+    async def same(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        samples = await single_turn(task, policy, sampling)
+        for sample in samples:
+            sample.logprobs = np.where(sample.loss_mask == 1, logprob, 0.0).astype(np.float32)
+        return samples
+
+    groups, failure = run(FakeClient(), slots(1), environment=same)
+    assert failure is None and len(groups[0].samples) == 4
+    assert ("all 4 samples of task 't0' are the same" in caplog.text) == is_said
 
 
 def spoil(**fields: Any) -> Callable[[Sample], None]:
@@ -110,14 +130,14 @@ def at(name: str, place: int, value: float) -> Callable[[Sample], None]:
         (spoil(token_ids=np.array([3.0, 4.5])), "its token_ids are not token ids: float64"),
         (spoil(logprobs=np.zeros(1, np.float32)), "have the shapes"),
         (spoil(logprobs=[None, None]), "the logprob of its token 0 is nan"),
-        (spoil(logprobs=["a", "b"]), "it does not consist of numbers"),
+        (spoil(logprobs=["a", "b"]), "logprobs do not consist of numbers"),
         (spoil(finish_reason="content_filter"), "its finish_reason is 'content_filter'"),
         (spoil(finish_reason="abort"), "its finish_reason is 'abort'"),
         (spoil(reward=math.nan), "its reward is nan"),
         (spoil(reward=-1.1e15), "its reward is -1100000000000000.0, expected a finite number up to 1e+15"),
         (spoil(metrics={"calls": math.inf}), "its calls is inf"),
         (spoil(metrics={"calls": 1e308}), "its calls is 1e+308, expected a finite number up to 1e+30"),
-        (spoil(metrics={"calls": "many"}), "it does not consist of numbers"),
+        (spoil(metrics={"calls": "many"}), "its metric 'calls' is 'many', expected a number"),
         (spoil(text=None), "its text is NoneType"),
         (spoil(turns=["hello"]), "its turns are not a list of Turn"),
     ],

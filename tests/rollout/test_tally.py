@@ -75,7 +75,7 @@ def test_groups_that_an_engine_refuses_are_one_line_without_a_traceback(
     assert len(groups) == 3 and all(group.given_up for group in groups)
     assert not any(record.exc_info for record in caplog.records)
     first, counted, _ = said(caplog)
-    assert first == "slot 0, task 't0' is given up: a prompt of p0 is too long"
+    assert first == "the group of task 't0' is given up: a prompt of p0 is too long"
     assert counted.startswith("2 more groups were lost like this: a prompt of p0")
 
 

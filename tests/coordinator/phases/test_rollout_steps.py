@@ -171,7 +171,7 @@ def test_groups_given_up_by_all_nodes_together_end_the_run_as_those_of_one(
 ) -> None:
     finish(node, *map(tombstone, range(count)))
     totals, directory = {"short": 0, "made": {}, "named": {}}, node.run_dir.trajectories("train", 1)
-    with pytest.raises(AllGivenUp, match=rf"all {count} groups were given up, .* slot 0: it took"):
+    with pytest.raises(AllGivenUp, match=rf"all {count} groups were given up, e.g. it took"):
         rollout_steps.aggregate(
             node, iteration, "train", Quota(count, count), ORIGIN, totals, {}, range(count)
         )

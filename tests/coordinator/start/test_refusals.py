@@ -604,6 +604,16 @@ def test_environment_that_may_give_tools_to_a_model_that_cannot_have_them_is_sai
     assert (f"--environment {environment}: a group with tools will be given up: " in caplog.text) == is_said
 
 
+def test_model_that_cannot_have_the_tool_of_the_environment_python_is_refused(tmp_path: Path) -> None:
+    tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "1", "answer": "1"})
+    given = {"model": str(model_of(tmp_path / "model")), "tasks": tasks, "rollout.environment": "python"}
+    settings, loaded = loading.build(given), load_tasks(tasks, seed=0, split="train")
+    with pytest.raises(SettingsError, match="--environment python: the model's chat template"):
+        texts_of_tasks.look_at_text(
+            settings, Path(settings.model), RunTasks(loaded), Embedded(settings.engine, 0)
+        )
+
+
 def looked_at(tmp_path: Path, served: Served, given: dict[str, Any], letters: int) -> str:
     """The line with which a task is refused, for a model with a context of 200 tokens."""
     tasks = tasks_at(tmp_path / "t.jsonl", {"prompt": "x" * letters, "answer": "1"})

@@ -3,7 +3,9 @@
 import json
 import shutil
 import socket
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,45 @@ def test_reason_why_nothing_can_be_fetched_is_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr("rollout.engines.hub.why_unreachable", lambda: None)
     with pytest.raises(NotFetched, match=r"^no network$"):
         fetch_model("maker/model")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("GatedRepo", "consent: give it at https://huggingface.co/maker/model, then set HF_TOKEN"),
+        (
+            "RepoNotFound",
+            "there is no model of this name, or it is private: look at the name, or set HF_TOKEN",
+        ),
+    ],
+)
+def test_gated_model_and_one_that_is_not_there_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403 if code == "GatedRepo" else 404)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        try:
+            with pytest.raises(NotFetched) as fetched:
+                fetch_model("maker/model")
+        finally:
+            server.shutdown()
+    assert reason in str(fetched.value)
 
 
 def test_machine_that_cannot_find_the_hub_is_told_to_take_a_directory(

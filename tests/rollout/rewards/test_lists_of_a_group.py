@@ -129,6 +129,13 @@ def test_a_call_that_fails_loses_its_group(scored: Scored, function: str, reason
     assert len(errors) == 3 and all(reason in error and "task 't1'" in error for error in errors)
 
 
+def test_a_list_of_another_length_shows_no_traceback_of_ours(scored: Scored) -> None:
+    reward = resolve_reward(scored.name("too_few"))
+    group = [make_sample(text) for text in TEXTS]
+    failures = asyncio.run(score(reward, {"id": "t1"}, group, RolloutSettings(), None))
+    assert [getattr(failure.__cause__, "__notes__", []) for failure in failures] == [[]] * 3
+
+
 def test_the_call_may_take_what_its_samples_may_take_together(scored: Scored) -> None:
     assert scored(scored.name("slow"), *TEXTS, reward_timeout_s=0.7)[1] == []
     lost = scored(scored.name("slow"), *TEXTS, reward_timeout_s=0.3)[1]

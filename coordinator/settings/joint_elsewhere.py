@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from coordinator.settings.values_elsewhere import VALUES
+from coordinator.settings.values_elsewhere import BY_VALUE, COUNTED, VALUES
 from trainer.settings import TrainerSettings
 
 Values = Mapping[str, Any]
@@ -81,7 +81,7 @@ def joint_answer(typed: str, values: Mapping[str, Any]) -> str | None:
 def _names(typed: str) -> tuple[str, ...]:
     """Return the last part of a name and its last two parts; nothing in a section that is answered apart."""
     parts = typed.lstrip("-+~").replace("-", "_").lower().split(".")
-    is_apart = {*parts[:-1]} & {*_APART} and not re.search("overlong|remote", typed)
+    is_apart = {*parts[:-1]} & {*_APART} and not re.search("overlong|remote|custom", typed)
     return () if is_apart else (parts[-1], ".".join(parts[-2:]))[: len(parts)]
 
 
@@ -171,7 +171,14 @@ def _step(values: Values) -> str | None:
 def _correction(values: Values) -> str | None:
     word = "off" if _first(values, _CORRECTS) is False else _first(values, _CORRECTIONS)
     correction = VALUES.get(f"engine_correction={word}", word == "off" and "engine_correction=off")
-    return f"did you mean trainer.{correction}?" if correction else None
+    of_sequences = next((text for name in _CORRECTIONS if (text := BY_VALUE.get(f"{name}={word}"))), None)
+    return f"did you mean trainer.{correction}?" if correction else of_sequences
+
+
+def _async(values: Values) -> str | None:
+    level = _first(values, ("async_queue_size",)) or 1
+    is_off = _first(values, ("async_train", "async_enable")) is False
+    return None if is_off else f"did you mean cluster.max_async_level={level}? ({COUNTED['async_train']})"
 
 
 def _reward(values: Values) -> str | None:
@@ -217,6 +224,7 @@ _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str |
     (("epsilon", "epsilon_high", "clip_ratio_low"), _LOSSES, _cispo),
     (_GPUS, _NODES, _gpus),
     ((*_CORRECTS, *_CORRECTIONS), (), _correction),
+    (("async_train", "async_enable", "async_queue_size"), (), _async),
     (_STEP, (), _step),
     (_REWARD, (), _reward),
     ((*_IN_LOSS, *_IN_REWARD, *_OF_LOSS, *_OF_REWARD, *_ESTIMATORS[0], *_ESTIMATORS[1]), (), _kl),

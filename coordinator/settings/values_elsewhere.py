@@ -107,7 +107,7 @@ _VALUES = {
     "aggregation=sum": "aggregation=seq-mean-token-sum",
     "aggregation=constant": "aggregation=seq-mean-token-sum-norm",
     "kl=k1": "kl=kl",
-    "kl=k2": "kl=mse kl=abs",
+    "kl=k2": "kl=mse kl=abs kl=kl+ kl=k1+ kl=k3+ kl=low_var_kl+",
     "kl=k3": "kl=low_var_kl kl=true",
     "kl=off": "kl=none",
     "compute_dtype=bfloat16": (
@@ -211,10 +211,11 @@ _BY_VALUE = {
     ),
     "there is no SGLang; did you mean engine.kind=vllm?": "rollout.name=sglang",
     "did you mean trainer.compute_dtype=bfloat16? there is no float16": (
-        "fp16=true torch_dtype=float16 mixed_precision=fp16 model_dtype=fp16"
+        "fp16=true dtype=float16 torch_dtype=float16 mixed_precision=fp16 model_dtype=fp16"
     ),
     "leave it out: layers compute in bfloat16 on a GPU, in float32 on a CPU": (
         "bf16=true mixed_precision=bf16 torch_dtype=bfloat16 model_dtype=bf16 model_dtype=bfloat16 "
+        "dtype=bfloat16 dtype=bf16 dtype=auto dtype=float32 "
         "bf16=false mixed_precision=no torch_dtype=float32 model_dtype=float32 model_dtype=fp32"
     ),
     "did you mean trainer.engine_correction=masked?": "use_icepop=true",

@@ -53,6 +53,11 @@ KNOWN = known_keys()
             {"is_correction_enable": False, "is_correction_type": "tis"},
             "did you mean trainer.engine_correction=off?",
         ),
+        (
+            {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask"},
+            "there is no weight of a sequence; trainer.engine_sequence_cap=1.01",
+        ),
+        ({"async_enable": True, "async_queue_size": 2}, "did you mean cluster.max_async_level=2? (with two"),
         ({"adv_estimator": "grpo", "a.loss_mode": "gspo"}, "did you mean trainer.algorithm=gspo?"),
         (
             {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},

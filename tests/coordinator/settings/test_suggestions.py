@@ -324,6 +324,8 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("ref.num_nodes", 1, "the reference has no nodes"),
         ("critic.model.enable_gradient_checkpointing", True, "there is no critic"),
         ("model.beta", 0.1, "did you mean trainer.pair_beta=0.1?"),
+        ("dtype", "bfloat16", "leave it out: layers compute in bfloat16 on a GPU"),
+        ("kl_loss_type", "low_var_kl+", "set both trainer.kl=k2 and"),
         ("algo.type", "max_rl", "did you mean trainer.algorithm=maxrl?"),
         ("model.ac.freq", 1, "did you mean trainer.activation_checkpointing=true?"),
         ("lora_target_modules", ["q_proj,", "v_proj"], "did you mean trainer.lora.targets=q_proj,v_proj?"),

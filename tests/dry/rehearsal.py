@@ -17,6 +17,7 @@ from tests.dry.fake_gpus import BYTES, MODE, install  # before torch
 import numpy as np  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
+import peft  # noqa: F401 # isort: skip - each fork with adapters would import it
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # isort: skip
 from torch.distributed.device_mesh import DeviceMesh  # isort: skip
 from torch.distributed.tensor import DTensor  # isort: skip

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401 - each rank would import it, which takes longer than its cases
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file

@@ -114,10 +114,12 @@ class GroupMaker:
         if not isinstance(samples, list) or not samples:
             got = "an empty list" if samples == [] else type(samples).__name__
             raise ValueError(f"the environment must return a non-empty list of Sample, got {got}")
-        if other := next((sample for sample in samples if not isinstance(sample, Sample)), None):
+        if not_samples := [sample for sample in samples if not isinstance(sample, Sample)]:
+            is_coroutine = asyncio.iscoroutine(not_samples[0])
+            advice = "`await` it" if is_coroutine else f"{not_samples[0]!r:.60}; episode.sample() makes one"
             raise ValueError(
                 "the environment must return a list of Sample, got a list with "
-                f"{type(other).__name__}, {other!r:.60}; episode.sample() makes one"
+                f"{type(not_samples[0]).__name__}: {advice}"
             )
         n = self.recipe.sampling.n
         if len(samples) < n and self.segment is None and not demonstrates(self.recipe.environment):

@@ -13,8 +13,8 @@ MOST_KINDS = 8
 MOST_CHARACTERS = 300
 """How much of a message is repeated beside its count."""
 
-# What differs between two messages of one kind: numbers, and what a task or a model has said.
-_DETAIL = re.compile(r"""'[^'\n]*'|"[^"\n]*"|\d+(?:\.\d+)?""")
+# What differs between two messages of one kind: numbers, addresses, and what a task or a model has said.
+_DETAIL = re.compile(r"""'[^'\n]*'|"[^"\n]*"|0x[0-9a-f]+|\d+(?:\.\d+)?""")
 _SINGULAR = {"are": "is", "were": "was"}
 _NOT_THE_USERS = ("rollout.", "asyncio", "concurrent.futures")
 """What the names of modules begin with whose frames lead to the user's code."""

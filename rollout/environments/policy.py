@@ -199,6 +199,12 @@ class Policy:
         return self._seed if call == 0 else _hashed_seed(f"call/{self._seed}/{call}")
 
 
+REPEATS = (
+    "episode.generate was given the model's own last turn as a new message, so it is in the conversation "
+    "twice: pass the new messages alone, not the whole conversation"
+)
+
+
 class Episode:
     """One conversation, which only grows; it becomes one Sample.
 
@@ -254,6 +260,8 @@ class Episode:
             last = self.turns[-1]
             pictures = [picture.digest for picture in last.pictures]
             if is_chat(new):
+                if {"role": "assistant", "content": last.text} in new:
+                    warn_once("repeats", REPEATS)
                 new = await self._policy.with_pictures(new)
                 pictures += pictures_in(new)
             limit, turns = tokens_left if max_tokens is None else min(max_tokens, tokens_left), turns_of(new)

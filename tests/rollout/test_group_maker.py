@@ -74,7 +74,13 @@ def test_reward_that_an_environment_has_set_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "got"), [(None, "got NoneType"), ([], "got an empty list"), (["85"], "a list with str, '85'")]
+    ("result", "got"),
+    [
+        (None, "got NoneType"),
+        ([], "got an empty list"),
+        (["85"], "a list with str: '85'"),
+        ([None], "a list with NoneType: None; "),
+    ],
 )
 def test_environment_that_returns_no_samples_becomes_a_tombstone(result: Any, got: str) -> None:
     async def broken(task: Task, policy: Any, sampling: Sampling) -> Any:

@@ -64,6 +64,13 @@ def test_reasons_that_all_differ_are_no_flood_either(caplog: pytest.LogCaptureFi
     assert texts[-1].startswith(f"{1000 - MOST_KINDS - 1} more samples")
 
 
+def test_reasons_that_differ_in_an_address_are_of_one_kind(caplog: pytest.LogCaptureFixture) -> None:
+    tally = Tally(log)
+    for thing in ("<A at 0x7fc6514790e0>", "<A at 0x7fc65147bca0>"):
+        tally.note("groups", "a group is given up", ValueError(f"got {thing}"), None)
+    assert len(said(caplog)) == 1
+
+
 def test_groups_that_an_engine_refuses_are_one_line_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

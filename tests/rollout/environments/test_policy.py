@@ -73,6 +73,21 @@ def test_each_turn_continues_the_tokens_so_far_and_only_what_was_generated_is_tr
     ]
 
 
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_the_models_own_turn_as_a_new_message_is_warned_of(
+    is_repeated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tally, "_warned", set[str]())
+
+    async def two_turns(episode: Episode) -> None:
+        turn = await episode.generate(user("2+2"))
+        before = [*user("2+2"), {"role": "assistant", "content": turn.text}] if is_repeated else []
+        await episode.generate([*before, *user("sure?")])
+
+    play(ScriptedClient("5.", "yes."), two_turns)
+    assert ("given the model's own last turn" in caplog.text) == is_repeated
+
+
 def test_conversation_for_people_has_tool_results_and_is_not_changed_afterwards() -> None:
     async def with_tool(episode: Episode) -> Sample:
         message = {"role": "user", "content": "2+2"}

@@ -8,6 +8,7 @@ and `then_s` of the work, the master's conclusion, came after that);
 the filesystem, and nothing is fsynced: a process that is killed loses the last second.
 """
 
+import contextlib
 import json
 import logging
 import platform
@@ -21,6 +22,7 @@ from typing import Any
 
 from coordinator.directory.line_writer import LineWriter
 from rollout.engines.kinds import choice
+from rollout.storage import files
 
 Say = Callable[..., None]
 """`Events.add`."""
@@ -30,6 +32,29 @@ LINGER_S = 1.0
 PACKAGES = ("flagpost", "torch", "transformers", *choice.PACKAGES)
 CLOSE_S = 2.0
 """How long the end of a process waits for its last lines to be written."""
+
+
+def first_begin_s(path: Path, host: str, iteration: int) -> float | None:
+    """Return the moment, by the monotonic clock of this `host`, at which a process of the rank whose events
+    are in `path` first began an iteration; None if none did since the rank came here
+    or since the boot, or if the file cannot be read.
+    """
+    begun_s, latest_host, last_s = None, "", 0.0
+    try:
+        lines = files.read(path).splitlines()
+    except OSError:  # events are for people: the run needs none
+        return None
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+            event = json.loads(line)
+            if event["what"] == "process":
+                if event["host"] != latest_host or event["t"] < last_s:
+                    begun_s = None
+                latest_host = event["host"]
+            elif event["what"] == "begin" and event["it"] == iteration and begun_s is None:
+                begun_s = float(event["t"])
+            last_s = event["t"]
+    return begun_s if latest_host == host and last_s <= time.monotonic() else None
 
 
 class Events(logging.Handler):

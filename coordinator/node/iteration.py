@@ -16,7 +16,7 @@ class Iteration:
 
     number: int
     begun_s: float = field(default_factory=time.monotonic)
-    """The moment at which this process first began the iteration; an epoch before may have been cut off."""
+    """The moment at which a process of this rank first began the iteration, on this machine."""
     phase_begun_s: float | None = None
     """The moment at which its present phase began; None before the first."""
     resume_at: Phase = Phase.TRAIN_PLAN

@@ -19,7 +19,7 @@ from coordinator.directory.metrics_file import FinishedIterations
 from coordinator.directory.published import half_pictures
 from coordinator.directory.remover import Remover
 from coordinator.directory.sweeper import Sweeper
-from coordinator.journal.events import Events, about_this_process
+from coordinator.journal.events import Events, about_this_process, first_begin_s
 from coordinator.journal.tracker_feed import RunFacts, Sinks
 from coordinator.machine.children import Children
 from coordinator.machine.engine import EngineHost
@@ -303,5 +303,8 @@ class Node:
         if begun is not None and begun.number == number:
             self._begun = begun.again()
         else:
-            self._begun = Iteration(number, time.monotonic())
+            earlier_s = None
+            if self.is_master and begun is None:  # a process before this one may have begun it
+                earlier_s = first_begin_s(self.run_dir.events(self.rank), self.identity.host, number)
+            self._begun = Iteration(number, time.monotonic() if earlier_s is None else earlier_s)
         return self._begun

@@ -3,12 +3,13 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.journal.events import Events, about_this_process
+from coordinator.journal.events import Events, about_this_process, first_begin_s
 from rollout.storage.retry import retry
 
 
@@ -94,3 +95,21 @@ def test_what_is_added_while_the_file_ends_harms_nobody(path: Path) -> None:
         events.end()
         adding.join()
     assert all(line["what"] == "warning" for line in lines(path))
+
+
+def test_an_iteration_began_with_the_first_process_of_this_host_since_the_boot(path: Path) -> None:
+    def process(host: str, t: float, begins: bool = True) -> str:
+        begin = json.dumps({"t": t + 1.0, "what": "begin", "it": 5, "row": "training"})
+        return f"{json.dumps({'t': t, 'what': 'process', 'host': host})}\n" + f"{begin}\n" * begins
+
+    def begun_s(*processes: str) -> float | None:
+        path.write_text("".join(processes) + '{"torn')
+        return first_begin_s(path, "a", 5)
+
+    assert first_begin_s(path, "a", 5) is None, "there are no events yet"
+    assert begun_s(process("a", 1.0), process("a", 2.0)) == 2.0
+    assert begun_s(process("a", 1.0), process("a", 3.0, begins=False)) == 2.0
+    assert begun_s(process("a", 3.0), process("a", 1.0, begins=False)) is None, "the machine was booted"
+    assert begun_s(process("a", 1.0), process("b", 2.0), process("a", 3.0, begins=False)) is None
+    assert begun_s(process("a", 1.0), process("b", 2.0)) is None, "another machine's clock"
+    assert begun_s(process("a", time.monotonic() + 60.0)) is None, "the machine was booted"

@@ -1,10 +1,12 @@
 """Which phases an iteration has left, in each kind of run."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from coordinator.directory.layout import RunDir
 from coordinator.node.iteration import Iteration
 from coordinator.node.node import Node
 from coordinator.protocol.phase import Phase
@@ -33,11 +35,16 @@ def test_rows_that_are_done_are_left_out_but_the_opening_is_not() -> None:
     assert left == [Phase.ITERATION_START, *list(Phase)[Phase.TRAIN_DATA :]]
 
 
-def test_iteration_that_is_begun_again_counts_from_its_first_beginning_with_what_was_finished() -> None:
+def test_iteration_that_is_begun_again_counts_from_its_first_beginning_with_what_was_finished(
+    tmp_path: Path,
+) -> None:
     node = cast(
         Node,
         SimpleNamespace(
             is_master=True,
+            rank=0,
+            run_dir=RunDir(tmp_path),
+            identity=SimpleNamespace(host="node-a"),
             _begun=None,
             gathering=SimpleNamespace(settle=lambda: None, returned=lambda: False),
         ),

@@ -85,7 +85,7 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
         (["--model", "https://hf.co/a/b"], "is neither a directory nor a name on Hugging Face"),
         (["rollout.max_tokens=5000"], "rollout.max_tokens=5000 leaves no room for a prompt"),
         (["--model", "./empty", "eval.interval=0"], "/empty/config.json: is missing; give"),
-        (["rollout.teacher=nosuch"], "'nosuch' is no URL"),
+        (["rollout.teacher=nosuch"], "rollout.teacher=nosuch: 'nosuch' is "),
         (["engine.kind=vllm", "engine.args.dtype=nosuch"], "engine.args.dtype=nosuch: vLLM knows bfloat16"),
         (["engine.kind=vllm", "engine.args.dtype=half"], "compute with weights in half"),
     ):

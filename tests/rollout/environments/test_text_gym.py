@@ -142,7 +142,7 @@ def test_observation_may_be_a_picture_or_have_some(
 
 def test_observation_that_is_no_picture_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"reset returned .* no picture: an array \(4,\) of float64; it must"
+        ValueError, match=r"reset returned .* not a picture: an array \(4,\) of float64; it must"
     ):
         painted(np.zeros(4), None).reset(0, None)
     with pytest.raises(

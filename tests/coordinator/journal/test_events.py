@@ -33,6 +33,16 @@ def test_events_carry_clock_incarnation_and_epoch(path: Path) -> None:
     assert second["t"] >= first["t"] and second["work_s"] == 1.5
 
 
+def test_an_iteration_that_was_begun_is_found_among_what_a_process_writes(path: Path) -> None:
+    events = Events()
+    events.open(path, lambda: (3, 2))
+    events.add("process", host="a", **about_this_process())
+    for iteration in (4, 5):
+        events.add("begin", it=iteration, row="training")
+    events.end()
+    assert first_begin_s(path, "a", 5) == lines(path)[-1]["t"] and first_begin_s(path, "a", 6) is None
+
+
 def test_a_torn_line_of_the_process_before_spoils_nothing(path: Path) -> None:
     path.write_text('{"t": 1.0, "what": "beg')
     events = Events()

@@ -23,6 +23,7 @@ _NOTES = {
         "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
         "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
     ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
+    "of a batch; the length of the run is iterations": "num_iterations",
     "bfloat16; there is no float16": "fp16",
     "what ends it, e.g. </think>": "reasoning_parser",
     "1 + theirs": "over_sample_rate",
@@ -247,6 +248,7 @@ SAME_NUMBER = (
     "times",
     "the one",
     "of a token",
+    "of a batch;",
     "the highest",
     "in seconds",
 )

@@ -6,9 +6,15 @@ from functools import cache
 from trainer.documents import Resume, SavedState, TrainedBatch
 
 
-def saves_in_background(iteration: int, save_interval: int) -> bool:
-    """Return whether the request of this iteration needs a `state_dir`."""
-    return save_interval > 1 and iteration % save_interval == 0
+CUT_OFF = 4
+"""So many states that were due, one after the other, may have been lost before the optimizer starts afresh."""
+
+
+def saves_in_background(iteration: int, save_interval: int, repeated: int = 0) -> bool:
+    """Return whether the request of this iteration needs a `state_dir`. `repeated`: how many iterations its
+    job trains again before; after a whole interval of them the state that was due was lost.
+    """
+    return save_interval > 1 and (iteration % save_interval == 0 or repeated >= save_interval)
 
 
 def plan_resume(
@@ -22,9 +28,9 @@ def plan_resume(
 
     `states`: the complete trainer states, by directory. `trained`: every iteration that was trained;
     `batch_of`: its batch, or None if the training cannot be repeated; only what is needed is asked for.
-    The newest state that leads to `policy` is continued. If no state was due yet, training is repeated from
-    the model that the run started from. Otherwise the result is Resume(): the base's own `trainer_state/`, or
-    a fresh optimizer.
+    The newest state that leads to `policy` is continued. If there is none yet, training is repeated from the
+    model that the run started from. If that would be very much, the result is Resume(): the base's own
+    `trainer_state/`, or a fresh optimizer.
     """
     batch_of = cache(batch_of)
 
@@ -42,7 +48,7 @@ def plan_resume(
             if repeat is not None:
                 return Resume(state_dir=directory, state_policy=state.policy, repeat=repeat)
     repeat = _since(0, iteration, trained, batch_of)
-    if repeat and len(repeat) <= max(batch.settings.state_interval for batch in repeat):
+    if repeat and len(repeat) <= CUT_OFF * max(batch.settings.state_interval for batch in repeat):
         return Resume(from_start=True, repeat=repeat)
     return Resume()
 

@@ -44,14 +44,14 @@ def configure_training(node: Node, iteration: Iteration) -> Payload:
     manifest = published.read_manifest(node.run_dir, "train", number)
     if batch_json is None or manifest is None:
         raise Incomplete(f"iteration {number} has no batch.json, or no manifest.json")
-    state = None
-    if saves_in_background(number, node.settings.trainer.state_interval):
-        state = node.run_dir.trainer_state(number, record.epoch)
-        files.make_directory(state)
     resume = Resume()
     if not node.trainer.is_alive():  # else the job has the policy at hand
         base = node.policies.policy_of(iteration.header["base_iteration"])
         resume = trainer_states.resume_from(node.run_dir, base)
+    state = None
+    if saves_in_background(number, node.settings.trainer.state_interval, len(resume.repeat)):
+        state = node.run_dir.trainer_state(number, record.epoch)
+        files.make_directory(state)
     weights = [member.weight / member.processes for _, member in members for _ in range(member.processes)]
     return {
         **node.trainer.meeting(f"e{record.epoch:04d}.i{number:06d}", record.members[MASTER].address),

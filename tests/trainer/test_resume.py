@@ -75,10 +75,11 @@ def test_only_batches_since_the_state_are_looked_at() -> None:
         (batches(1, 3, 7, save_interval=7), [1, 3, 7]),
         (batches(7, save_interval=2), [7]),
         ({**batches(1, save_interval=9), **batches(6, 7)}, [1, 6, 7]),
-        (batches(5, 6, 7, save_interval=2), []),  # one was due since, and is gone: somebody has removed it
+        (batches(5, 6, 7, save_interval=2), [5, 6, 7]),  # one was due since: a kill has cut it off
+        (batches(*range(1, 8), save_interval=1), []),  # nobody was killed so often: the states were removed
     ],
 )
-def test_before_the_first_state_is_due_training_is_repeated_from_the_start(
+def test_without_a_state_training_is_repeated_from_the_start(
     trained: dict[int, TrainedBatch | None], repeated: list[int]
 ) -> None:
     resume = plan_resume(7, "p7", {}, trained, trained.get)
@@ -89,3 +90,8 @@ def test_before_the_first_state_is_due_training_is_repeated_from_the_start(
 def test_state_is_saved_in_the_background_in_every_so_many_iterations() -> None:
     assert [k for k in range(1, 10) if saves_in_background(k, 3)] == [3, 6, 9]
     assert not any(saves_in_background(k, 1) for k in range(10))
+
+
+def test_state_is_saved_at_once_where_the_one_that_was_due_was_lost() -> None:
+    assert [repeated for repeated in range(5) if saves_in_background(4, 3, repeated)] == [3, 4]
+    assert not saves_in_background(4, 1, 9), "it is in the checkpoint"

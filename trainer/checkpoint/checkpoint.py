@@ -242,14 +242,13 @@ def write(
 
 def _state_dir(request: TrainRequest) -> Path | None:
     """Return where this iteration's trainer state goes in the background; None if it does not."""
-    if not saves_in_background(request.iteration, request.settings.state_interval):
-        return None
-    if request.state_dir is None:
+    is_due = saves_in_background(request.iteration, request.settings.state_interval)
+    if is_due and request.state_dir is None:
         raise CheckpointError(
             f"iteration {request.iteration} saves its trainer state (trainer.save_interval="
             f"{request.settings.state_interval}), and the request has no state_dir for it"
         )
-    return Path(request.state_dir)
+    return Path(request.state_dir) if request.state_dir else None
 
 
 def _write_parts(

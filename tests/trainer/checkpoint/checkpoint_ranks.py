@@ -24,7 +24,7 @@ from trainer.checkpoint.retrain import CheckpointError
 from trainer.checkpoint.state import StateSaver
 from trainer.documents import Resume, SavedState, TrainedBatch, TrainRequest, TrainResult
 from trainer.model.learner import Learner
-from trainer.resume import plan_resume
+from trainer.resume import plan_resume, saves_in_background
 from trainer.update.step import train
 
 CPU = torch.device("cpu")
@@ -78,12 +78,13 @@ def with_layout(
     if rank == 0:
         staging_dir.mkdir()
     settings = request.settings.model_copy(update={"layout": layout, **changes})
+    is_due = saves_in_background(request.iteration, settings.state_interval)
     facts = {
         "settings": settings,
         "base_dir": str(base),
         "base_policy": policy_digest(checksums(base)),
         "staging_dir": str(staging_dir),
-        "state_dir": str(root / f"state_{request.iteration}"),
+        "state_dir": str(root / f"state_{request.iteration}") if is_due else None,
     }
     return request.model_copy(update=facts)
 

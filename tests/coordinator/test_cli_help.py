@@ -48,7 +48,7 @@ def test_help_of_an_option_is_what_its_setting_says(run: Run) -> None:
     for option, expected in {
         "cluster.on_node_failure": "--on-node-failure wait|shrink|abort When a node is lost",
         "cluster.node_timeout_s": "--node-timeout SECONDS A node",
-        "engine.kind": "--engine auto|vllm|torch auto",
+        "engine.kind": "--engine auto|vllm|torch What generates. auto: vLLM",
         "tasks": "--tasks FILE The training tasks: a file (JSON lines, .csv",
         "cluster.rank_weights": "--rank-weights N,N,... One positive number",
         "eval.interval": "--eval-interval N Evaluate",
@@ -171,7 +171,7 @@ def test_help_is_found_wherever_the_word_stands(run: Run, typed: list[str], same
 
 def test_help_of_a_section_has_each_of_its_settings_with_default_and_text(run: Run) -> None:
     lines = run("help", "trainer.lora").stdout.splitlines()
-    assert lines[:2] == ["trainer.lora.rank=0", "    Rank of the adapters; 0: all weights are trained."]
+    assert lines[:2] == ["trainer.lora.rank=0", "    Rank of the adapters, e.g. 16; 0: all weights are trained."]
     assert [line.partition("=")[0] for line in lines if not line.startswith(" ")] == [
         key for key in known_keys() if key.startswith("trainer.lora.")
     ]

@@ -282,7 +282,8 @@ def summary(line: dict[str, Any], iterations: int | None, with_reward: bool = Tr
     """`iteration 3/16 | reward 0.61 | eval 0.93 | length 312, 3 % cut | loss 0.0412 | entropy 0.52 |
     1,434 tok/s | 4.1 s | nodes busy 83 %`; without what the iteration has not measured.
 
-    Phases that were broken off, and the time until the run went on, are in the seconds alone.
+    Phases that were broken off, what a process before this one did, and the time until the run went on, are
+    in the seconds alone.
     """
     total = f"/{iterations}" if iterations else ""
     text = [f"iteration {line['iteration']}{total}"]
@@ -306,6 +307,7 @@ def summary(line: dict[str, Any], iterations: int | None, with_reward: bool = Tr
     seconds: float = line["seconds"]
     interrupted_s = seconds - spent_s(line["phase_seconds"], line.get("idle_seconds") or {})
     is_worth_saying = interrupted_s > max(INTERRUPTED_S, INTERRUPTED_FRACTION * seconds)
-    interrupted = f", {interrupted_s:.1f} s of them interrupted" if is_worth_saying else ""
+    interrupted = f", {interrupted_s:.1f} s of them interrupted or before a restart" if is_worth_saying else ""
     busy = f"nodes busy {100 * line['busy_fraction']:.0f} %{' of the rest' if interrupted else ''}"
-    return " | ".join([*text, f"{seconds:.1f} s{interrupted}", busy])
+    is_measured = not interrupted or seconds - interrupted_s > INTERRUPTED_S
+    return " | ".join([*text, f"{seconds:.1f} s{interrupted}", *([busy] if is_measured else [])])

@@ -69,13 +69,22 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
     steps, and `mismatch_max`, the largest.
 
     `effective_samples`: (mean w)^2 / mean w^2 over the tokens, w = pi_old / mu, the effective sample size
-    (Kong 1992) as a fraction; 1 if the engine sampled with the policy itself. It is left out where no step
-    was taken.
+    (Kong 1992) as a fraction; 1 if the engine sampled with the policy itself.
 
-    `lr` stands in where no step was taken; `seconds` is the whole phase.
+    Where no step was taken, nothing of the policy was measured: only `lr` is given, `sequences` and the time.
+    `seconds` is the whole phase.
     """
     trained = sum(step.trained_tokens for step in stats)
     tokens = sum(step.tokens for step in stats)
+    amounts = {
+        "lr": stats[-1].lr if stats else lr,
+        "tokens": float(tokens),
+        "sequences": float(sequences),
+        "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
+        "seconds": seconds,
+    }
+    if not stats:
+        return amounts
 
     def mean(name: str) -> float:
         return sum(getattr(step, name) * step.trained_tokens for step in stats) / max(1, trained)
@@ -83,9 +92,8 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
     squared = mean("weight_squared")
     return {
         "loss": mean("loss"),
-        "grad_norm": sum(step.grad_norm for step in stats) / max(1, len(stats)),
-        "mismatch_max": max((step.mismatch_max for step in stats), default=0.0),
-        "lr": stats[-1].lr if stats else lr,
+        "grad_norm": sum(step.grad_norm for step in stats) / len(stats),
+        "mismatch_max": max(step.mismatch_max for step in stats),
         "entropy": mean("entropy"),
         **{name: mean(name) for name in STATS if name not in WEIGHTS},
         **({"effective_samples": mean("weight") ** 2 / squared} if squared else {}),
@@ -93,12 +101,9 @@ def summary(stats: Sequence[StepStats], sequences: int, lr: float, seconds: floa
         **{
             name: mean(name)
             for name in ("margin", "preferred", "entropy_bonus")
-            if stats and getattr(stats[0], name) is not None
+            if getattr(stats[0], name) is not None
         },
-        "tokens": float(tokens),
-        "sequences": float(sequences),
-        "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
-        "seconds": seconds,
+        **amounts,
     }
 
 

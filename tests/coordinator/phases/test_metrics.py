@@ -70,8 +70,10 @@ def test_the_row_that_verifies_the_last_checkpoint_is_no_interruption(tmp_path: 
 def test_line_of_an_iteration_says_for_how_long_it_was_interrupted() -> None:
     line = {"iteration": 3, "reward": 0.5, "eval_reward": None, "loss": None, "busy_fraction": 0.99}
     held = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 9.0, "training": 6.0}}
-    said = "iteration 3/8 | reward 0.500 | 55.0 s, 40.0 s of them interrupted | nodes busy 99 % of the rest"
-    assert metrics.summary(held, 8) == said
+    said = "iteration 3/8 | reward 0.500 | 55.0 s, 40.0 s of them interrupted or before a restart"
+    assert metrics.summary(held, 8) == f"{said} | nodes busy 99 % of the rest"
+    hardly = line | {"seconds": 55.0, "phase_seconds": {"train_plan": 0.2}}
+    assert metrics.summary(hardly, 8).endswith("54.8 s of them interrupted or before a restart")
     whole = line | {"seconds": 55.0, "phase_seconds": {"train_rollout": 49.0, "training": 5.5}}
     assert metrics.summary(whole, 8) == "iteration 3/8 | reward 0.500 | 55.0 s | nodes busy 99 %"
     assert metrics.summary(whole, 8, with_reward=False) == "iteration 3/8 | 55.0 s | nodes busy 99 %"

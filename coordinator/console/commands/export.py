@@ -52,13 +52,16 @@ def export(
     if dtype is not None and is_adapter(source) and not merge:
         problem = f"iteration {iteration} is an adapter; add --merge for a whole model, or leave --dtype out"
         raise SettingsError(f"--dtype {dtype}: {problem}")
-    if merge and not is_adapter(source):
-        raise SettingsError(f"--merge: iteration {iteration} of {root} is a whole model; leave it out")
     try:
-        facts = published.read_result(source).files
+        result = published.read_result(source)
     except Incomplete as error:
         reason = str(error).splitlines()[0].rstrip(":")
         raise SettingsError(f"--iteration {iteration}: {reason}; export another one") from None
+    facts = result.files
+    if merge and not is_adapter(source):
+        if not result.settings.lora.rank:
+            raise SettingsError(f"--merge: iteration {iteration} of {root} is a whole model; leave it out")
+        merge = False  # no step was taken yet, so there is nothing to add
     names = sorted(
         name for name in facts if is_part_of_model(name) and name not in {PROBE, CONTENT, CARD, PROOF}
     )

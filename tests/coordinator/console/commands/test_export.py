@@ -22,6 +22,7 @@ from coordinator.settings.tree import SettingsError
 from coordinator.start.run_json import find_run
 from rollout.storage import hashing
 from tests.coordinator.examples import record, run_dir_at, tree, write_checkpoint, write_json
+from trainer.settings import LoraSettings, TrainerSettings
 
 
 @pytest.fixture
@@ -136,6 +137,16 @@ def test_adapter_is_exported_merged_with_a_card_of_a_whole_model(
     assert "library_name: transformers" in (out / "README.md").read_text()
     assert tree(out) == {"model.safetensors", "README.md", "proof.json"}
     assert "of the base" not in (out / "proof.json").read_text()
+
+
+def test_model_of_a_run_with_adapters_that_has_taken_no_step_is_merged_as_it_is(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    result = read_result(run_dir.checkpoint(1))
+    adapters = result.model_copy(update={"settings": TrainerSettings(lora=LoraSettings(rank=8))})
+    (run_dir.checkpoint(1) / "result.json").write_bytes(adapters.to_json())
+    export(run_dir.root, 1, tmp_path / "merged", merge=True)
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == b"weights 1"
 
 
 def test_card_of_a_run_from_fine_tuning_follows_it_to_the_base_model(run_dir: RunDir, tmp_path: Path) -> None:

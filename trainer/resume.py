@@ -5,9 +5,8 @@ from functools import cache
 
 from trainer.documents import Resume, SavedState, TrainedBatch
 
-
 CUT_OFF = 4
-"""So many states that were due, one after the other, may have been lost before the optimizer starts afresh."""
+"""So many states that were due, one after the other, may be lost before the optimizer starts afresh."""
 
 
 def saves_in_background(iteration: int, save_interval: int, repeated: int = 0) -> bool:

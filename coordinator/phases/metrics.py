@@ -307,7 +307,8 @@ def summary(line: dict[str, Any], iterations: int | None, with_reward: bool = Tr
     seconds: float = line["seconds"]
     interrupted_s = seconds - spent_s(line["phase_seconds"], line.get("idle_seconds") or {})
     is_worth_saying = interrupted_s > max(INTERRUPTED_S, INTERRUPTED_FRACTION * seconds)
-    interrupted = f", {interrupted_s:.1f} s of them interrupted or before a restart" if is_worth_saying else ""
+    text_of_it = f", {interrupted_s:.1f} s of them interrupted or before a restart"
+    interrupted = text_of_it if is_worth_saying else ""
     busy = f"nodes busy {100 * line['busy_fraction']:.0f} %{' of the rest' if interrupted else ''}"
     is_measured = not interrupted or seconds - interrupted_s > INTERRUPTED_S
     return " | ".join([*text, f"{seconds:.1f} s{interrupted}", *([busy] if is_measured else [])])

@@ -171,7 +171,8 @@ def test_help_is_found_wherever_the_word_stands(run: Run, typed: list[str], same
 
 def test_help_of_a_section_has_each_of_its_settings_with_default_and_text(run: Run) -> None:
     lines = run("help", "trainer.lora").stdout.splitlines()
-    assert lines[:2] == ["trainer.lora.rank=0", "    Rank of the adapters, e.g. 16; 0: all weights are trained."]
+    text = "    Rank of the adapters, e.g. 16; 0: all weights are trained."
+    assert lines[:2] == ["trainer.lora.rank=0", text]
     assert [line.partition("=")[0] for line in lines if not line.startswith(" ")] == [
         key for key in known_keys() if key.startswith("trainer.lora.")
     ]

@@ -1,6 +1,7 @@
 """This node's part of the training job: launched once, asked in every iteration, ended with the epoch."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """How often a node looks at its trainers' progress, and at what ends the phase, while no bell rings."""
+SUMMARY_LINES = 60
+"""In so many last lines torchrun says which of its processes failed, and how."""
+_SIGNALLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID (\d+)")
 
 
 @dataclass
@@ -187,6 +191,10 @@ class TrainerHost:
             error = RuntimeError(tail := self._tail())
             if (reason := explained(error)) is not error:
                 return False, str(reason), True
+            if killed := _SIGNALLED.findall(self._child.tail(SUMMARY_LINES)):
+                signal, pid = killed[-1]  # the root cause comes last
+                why = ", perhaps for lack of memory (dmesg)" if signal == "SIGKILL" else ""
+                return False, f"its trainer, process {pid}, was ended by {signal}{why}", False
             return False, f"torchrun ended with exit status {code}: {tail}", False
         return False, None, False
 

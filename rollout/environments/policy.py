@@ -205,6 +205,10 @@ REPEATS = (
 )
 
 
+class EpisodeOver(RuntimeError):
+    """A conversation was asked for another turn after an empty one."""
+
+
 class Episode:
     """One conversation, which only grows; it becomes one Sample.
 
@@ -228,6 +232,11 @@ class Episode:
         return asked_ids(self.token_ids, pictures, self._policy.placeholder)
 
     @property
+    def is_over(self) -> bool:
+        """Whether the last turn is empty, as there was no room for it."""
+        return bool(self.turns) and not self.turns[-1].token_ids and self.turns[-1].finish_reason == "length"
+
+    @property
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
         return self._policy.sampling.max_tokens - sum(len(turn.token_ids) for turn in self.turns)
@@ -247,9 +256,14 @@ class Episode:
         The turn ends (`length`) where the budget or the engine's context does. If there is no room at all, it
         is empty and nothing is appended. So a conversation only has to stop at `length`. The same holds after
         a turn that has the token for a picture: behind it nobody could tell where the pictures are.
-        Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages, and
-        another EngineError if the engine fails.
+        Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages,
+        another EngineError if the engine fails, and EpisodeOver after an empty turn.
         """
+        if self.is_over:
+            raise EpisodeOver(
+                f"no turn can follow turn {len(self.turns) - 1} (no tokens are left): stop when "
+                "turn.finish_reason is 'length'"
+            )
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)
         elif (tokens_left := self.tokens_left) <= 0 or any(

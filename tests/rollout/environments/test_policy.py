@@ -11,7 +11,7 @@ import pytest
 from rollout import tally
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.environments.policy import Episode, Policy
+from rollout.environments.policy import Episode, EpisodeOver, Policy
 from rollout.origin import Sampling
 from rollout.trajectory import Sample
 from tests.models import CONTEXT, EOS
@@ -130,6 +130,16 @@ def test_budget_is_of_all_turns_and_an_empty_turn_says_that_it_is_used_up() -> N
     assert [sampling.max_tokens for _, sampling in client.asked] == [8, 4]
     sample = play(ScriptedClient("one.", "two.", "three."), talk, max_tokens=10)
     assert text_of(sample) == "ugo.aone.uon.atwo.uon.ath" and sample.text == "th"
+
+
+def test_call_after_an_empty_turn_is_an_error_so_that_no_loop_goes_on_for_ever() -> None:
+    async def never_looks(episode: Episode) -> None:
+        while True:
+            await episode.generate(user("on"))
+
+    message = "no turn can follow turn 2 .no tokens are left.: stop when turn.finish_reason is 'length'"
+    with pytest.raises(EpisodeOver, match=message):
+        play(ScriptedClient("one.", "two."), never_looks, max_tokens=8)
 
 
 def test_conversation_that_outgrows_the_context_ends_at_length(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,17 @@ STOP_S = 10.0
 """How long a server may take to end by itself: killed, vLLM leaves its shared memory behind."""
 REFUSES_WORDS = 2
 """The exit status of a program that does not take its command line."""
+_CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception): .+)")
+_NO_CAUSE = "Engine core initialization failed"
+"""What a process of vLLM says of another one, after that has said why."""
+
+
+def last_words(tail: Callable[[int], str]) -> str:
+    """Return the end of a sentence about a server that has died: the error that it names, and its last lines.
+    `tail`: gives so many of them.
+    """
+    causes = [cause for cause in _CAUSE.findall(tail(200)) if _NO_CAUSE not in cause]
+    return f"{f': {causes[-1]}' if causes else ''}; its last words:\n{tail(20)}"
 
 
 class _NoLongerNeeded(Exception):
@@ -202,7 +214,7 @@ class EngineHost:
             fault = f"the engine at {self.url} died or did not answer for {settings.health_timeout_s:g} s"
             if restarts > settings.max_restarts:
                 times = f"{restarts} times in one rollout"
-                raise EngineError(f"{fault}, {times}; its last words:\n{self._child.tail(20)}")
+                raise EngineError(f"{fault}, {times}{last_words(self._child.tail)}")
             log.error("%s: starting it again (%d of %d)", fault, restarts, settings.max_restarts)
             self._starts_again = True
             try:
@@ -271,8 +283,8 @@ class EngineHost:
         try:
             self._admin.wait_healthy(settings.start_timeout_s, alive)
         except EngineError as error:
-            last_words = f"; its last words:\n{self._child.tail(20)}" if self._child is not None else ""
-            raise EngineError(f"{error}{last_words}") from None
+            said = last_words(self._child.tail) if self._child is not None else ""
+            raise EngineError(f"{error}{said}") from None
         unnamed, self._unnamed = self._unnamed, None  # another thread may wait for the same start
         if unnamed is not None:
             self._admin.name_policy(unnamed.digest)

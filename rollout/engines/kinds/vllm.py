@@ -42,7 +42,8 @@ ON_CPU: dict[str, Any] = {
     "enable-chunked-prefill": False,
 }
 """Arguments that vLLM needs without a GPU. By default its cache of keys and values takes nine tenths of the
-machine's memory, and leaves none to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides this."""
+machine's memory, and leaves none to the trainer or a second node; VLLM_CPU_KVCACHE_SPACE overrides this, and
+a share that the user gives as gpu-memory-utilization replaces it."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as --max-lora-rank."""
 REFUSED = {
@@ -192,7 +193,7 @@ class Vllm(EngineKind):
             "dtype": self.dtype[1],
             "tensor-parallel-size": size,
             "data-parallel-size": max(1, self.gpus // size),
-            **(_on_gpus(self.settings) if self.gpus else ON_CPU),
+            **(_on_gpus(self.settings) if self.gpus else _on_cpu(self._args)),
             **(_for_adapters(lora_rank) if lora_rank else {}),
             **_facts_of_model(Path(model_dir)),
             **self._args,
@@ -251,6 +252,11 @@ def fewest_gpus(weights_bytes: float, heads: tuple[int, int], gpus: int, gpu_byt
         if gpus % size == queries % size == 0 and (keys % size == 0 or size % keys == 0)
     ]
     return next((n for n in sizes if weights_bytes <= n * WEIGHTS_SHARE * gpu_bytes), max(sizes, default=1))
+
+
+def _on_cpu(given: Mapping[str, Any]) -> dict[str, Any]:
+    replaced = {"kv-cache-memory-bytes"} if "gpu-memory-utilization" in given else set[str]()
+    return {name: value for name, value in ON_CPU.items() if name not in replaced}
 
 
 def _on_gpus(settings: EngineSettings) -> dict[str, Any]:

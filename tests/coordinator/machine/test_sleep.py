@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.directory.published import Policy
-from coordinator.machine.engine import EngineHost
+from coordinator.machine.engine import EngineHost, last_words
 from coordinator.machine.weights import Adapters
 from rollout.engines.kinds.kind import ServerCommand
 from rollout.settings import EngineSettings
@@ -28,3 +28,15 @@ def test_engine_drops_weights_that_training_replaces_and_keeps_a_model_under_ada
     host._loader.adapters = Adapters(Policy(0, Path("base"), "base"), rank=4) if adapters else None
     host.sleep(EngineSettings(sleep=sleep))
     assert levels == [level]
+
+
+def test_error_of_a_server_that_died_is_the_one_that_it_began_with() -> None:
+    said = [
+        "(EngineCore pid=7) ValueError: Available memory (1.18 GiB) is less than requested (2.0 GiB).",
+        *(f"line {number}" for number in range(30)),
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    words = last_words(lambda lines: "\n".join(said[-lines:]))
+    assert words.startswith(": ValueError: Available memory (1.18 GiB) is less than requested (2.0 GiB).;")
+    assert words.splitlines()[-1] == said[-1] and words.count("\n") == 20
+    assert last_words(lambda _lines: "killed").splitlines() == ["; its last words:", "killed"]

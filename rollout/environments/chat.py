@@ -45,6 +45,8 @@ class ChatTemplate:
         """What reads the calls, once it is known."""
         self._reading = asyncio.Lock()
         self._seen: dict[str, list[int]] = {}  # the samples of a group often get the same message
+        self._known_roles = {"system", "developer", "user", "assistant", "tool"}
+        """Roles that are not misspelled, and those that the template is known to render."""
 
     def with_tools(self, tools: Sequence[Tool]) -> "ChatTemplate":
         """Return the template for conversations in which the model has these tools: one for equal tools."""
@@ -139,11 +141,28 @@ class ChatTemplate:
 
     async def _tokenize(self, conversation: Sequence[Message], new: Sequence[Message]) -> list[int]:
         try:
-            return await self._client.tokenize(conversation, **self._options)
+            token_ids = await self._client.tokenize(conversation, **self._options)
         except RequestRefused as error:
             raise RequestRefused(
                 f"the model's chat template refuses messages of the roles {_roles(new)}: {error}"
             ) from error
+        for role in {str(message.get("role")) for message in conversation} - self._known_roles:
+            await self._check_role(role, conversation)
+        return token_ids
+
+    async def _check_role(self, role: str, conversation: Sequence[Message]) -> None:
+        """Raise RequestRefused if the words of the role's messages change nothing in the prompt."""
+
+        def with_words(words: str) -> list[Message]:
+            return [{**m, "content": words} if m.get("role") == role else m for m in conversation]
+
+        first, other = [await self._client.tokenize(with_words(words), **self._options) for words in "01"]
+        if first == other:
+            raise RequestRefused(
+                f"role {role!r}: the model's chat template leaves the message out; correct the role, e.g. to "
+                "user or assistant"
+            )
+        self._known_roles.add(role)
 
     async def _reader(self) -> str | None:
         """Return which of PARSERS reads the calls; None without tools. Raises RequestRefused if there is

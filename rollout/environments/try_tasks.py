@@ -64,6 +64,7 @@ class _TaskScan:
     """What stands for a picture, which words cannot write."""
     shapes: dict[Any, int] = field(default_factory=dict)
     suspects: list[int] = field(default_factory=list)
+    odd_roles: set[str] = field(default_factory=set)
     in_place: list[int] = field(default_factory=list)
     """The tasks that hold the placeholder in their words."""
     in_words: dict[str, list[int]] = field(default_factory=dict)
@@ -184,9 +185,12 @@ def _look(tasks: Sequence[Task], look: _TaskScan) -> None:
             look.placeholder in text for text in [*words, *fields, str(task.get("tools", ""))]
         ):
             look.in_place.append(index)
+        odd_roles = {message["role"] for message in task.get("messages", ())} - _ROLES - look.odd_roles
+        look.odd_roles |= odd_roles
         is_long = look.context is not None and _most_tokens(task, messages, fields) > look.context
         if (
             is_long
+            or odd_roles
             or look.lacks_words
             or any(token in text for token in look.lacking for text in [*words, *fields])
         ):

@@ -261,6 +261,30 @@ def test_role_that_hardly_any_template_knows_is_a_warning(tmp_path: Path) -> Non
     )
 
 
+KNOWN_ROLES_ONLY = CHATML.replace("messages %}", "messages if m.role in ('user', 'assistant') %}", 1)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "user", "content": "hi"}]])
+def test_message_whose_misspelled_role_the_template_drops_is_refused(
+    tmp_path: Path, before: list[dict[str, Any]]
+) -> None:
+    messages = [*before, {"role": "usr", "content": "1+1"}]
+    message = "task 'odd': role 'usr': the model's chat template leaves the message out; correct the role"
+    with pytest.raises(TaskError, match=message):
+        tried(tmp_path, {"messages": messages}, template=KNOWN_ROLES_ONLY)
+
+
+def test_misspelled_role_behind_many_kinds_of_tasks_is_refused(tmp_path: Path) -> None:
+    kinds = [{f"field{n}": 1} for n in range(20)]
+    lines = [{"messages": [{"role": "user", "content": "hi", **kind}]} for kind in kinds]
+    lines.append({"messages": [{"role": "usr", "content": "1+1"}]})
+    path = write_lines(tmp_path / "tasks.jsonl", *lines)
+    tasks = load_tasks(str(path), seed=0, split="train")
+    directory = model_of(tmp_path / "model", template=KNOWN_ROLES_ONLY)
+    with pytest.raises(TaskError, match="role 'usr'"):
+        try_tasks(tasks, "single_turn", directory, Sampling(), LocalTokenizer(directory))
+
+
 @pytest.mark.parametrize(
     ("environment", "way_out"), [("single_turn", "rollout.stop="), ("demonstration", "add its id, 3,")]
 )

@@ -169,7 +169,7 @@ def _look_at_engine(settings: RunSettings, model: Path | None, tasks: RunTasks |
     generates = settings.rl_phase != "update" and settings.engine.url is None
     absent = [errors[0], *map(_error_of, [*looks, engine_here.check] if generates else looks)]
     for error in filter(None, absent):
-        log.warning("not here, where a start would refuse it: %s", error)
+        log.warning("a start on this machine would be refused: %s", error)
     if not generates or model is None or any(absent):
         return
     if reason := engine_here.refusal(model):

@@ -102,7 +102,7 @@ def test_dry_run_looks_at_what_the_settings_name_and_fetches_nothing(run: Run, p
     ):
         ended = run(*word.split(), "--dry-run")  # the plan may be for other machines
         assert ended.returncode == 0 and json.loads(ended.stdout), ended
-        assert "not here, where a start would refuse it" in ended.stderr and absent in ended.stderr
+        assert "a start on this machine would be refused" in ended.stderr and absent in ended.stderr
     ended = run("trainer.kl_coefficient=0.1", "--dry-run")
     assert ended.returncode == 0 and "does nothing with trainer.kl=off" in ended.stderr
 

@@ -47,8 +47,8 @@ rank = 16
 
 `name=value` wins over an option, an option over the file, and the file over the default. A value is parsed
 as JSON if possible (`null`, `true`, `0.5`, `["stop here"]`), and is a string otherwise; you can type a list
-of numbers as `2,1,1`. `run --dry-run` refuses what a start would refuse, and prints all settings. Defaults
-in brackets apply to `builtin:tiny`, the demo's model.
+of numbers as `2,1,1`. `run --dry-run` refuses what a start refuses, warns of what only this machine lacks,
+and prints all settings. Defaults in brackets apply to `builtin:tiny`, the demo's model.
 
 Give settings to the master only; workers read them from the run directory. These belong to one machine, and
 may differ on a worker: {NODE_LOCAL_NAMES}. The model, the task file, `rollout.seed` and

@@ -78,7 +78,8 @@ def load_function(name: str, *, make: bool = True, only_async: bool = False) -> 
     if not callable(function):
         problem = "no such name" if function is None else f"of type {type(function).__name__}, not a function"
         raise PluginError(
-            f"{title_of(name)!r}: {problem} in {imported}{_named_like(function_name, module, only_async)}"
+            f"{title_of(name)!r}: {problem} in {imported}"
+            f"{_named_like(function_name, module, only_async=only_async, classes=not make)}"
         )
     if (
         not make
@@ -97,11 +98,14 @@ def load_function(name: str, *, make: bool = True, only_async: bool = False) -> 
         ) from error
 
 
-def _named_like(typed: str, module: Any, only_async: bool) -> str:
-    """Say which function of a module is spelled most like what was typed, else which ones it has."""
+def _named_like(typed: str, module: Any, *, only_async: bool, classes: bool) -> str:
+    """Say which function (or class, with `classes`) of a module is spelled most like what was typed, else which
+    ones it has.
+    """
     names = [
         name for name, value in vars(module).items()
-        if inspect.isroutine(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if (inspect.isroutine(value) or (classes and inspect.isclass(value)))
+        and value.__module__ == module.__name__ and not name.startswith("_")
         and (is_async(value) or not only_async)
     ]  # fmt: skip
     if near := difflib.get_close_matches(typed, names, n=1):

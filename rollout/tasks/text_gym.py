@@ -7,6 +7,7 @@ CLASS may be any function that makes an environment. It runs in another process.
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from rollout.loaded_code import sources
 from rollout.pictures import PictureError, image_url
-from rollout.plugins import load_function
+from rollout.plugins import PluginError, load_function
 from rollout.processes.killable_process import CallFailed, CallLost
 from rollout.processes.pool import ProcessPool, log_as
 from rollout.tasks.parameters import SIZE, parse
@@ -98,7 +99,26 @@ def code_behind(name: str) -> dict[str, tuple[str, str]]:
     """Return the source of the environment's class, by module, as this process has loaded it. Raises
     ValueError if there is no such class.
     """
-    return sources(name, load_function(name, make=False))
+    return sources(name, _maker(name))
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    """Return the class or function that makes the environment. PluginError if there is none."""
+    if ":" not in name:
+        raise PluginError(f"{name!r}: give {SOURCE}MODULE:CLASS, or a function that makes the environment")
+    return load_function(name, make=False)
+
+
+def _check_parameters(name: str, maker: Callable[..., Any], parameters: dict[str, Any]) -> None:
+    """Raise PluginError if `maker` cannot take the parameters. What cannot be known passes."""
+    try:
+        signature = inspect.signature(maker)
+    except (TypeError, ValueError):  # it is written in C
+        return
+    try:
+        signature.bind(**parameters)
+    except TypeError as error:
+        raise PluginError(f"{name} takes {signature}: {error}") from None
 
 
 def _seed(text: str) -> int:
@@ -137,7 +157,9 @@ class TextEnvironment:
     def __init__(self, name: str, parameters: dict[str, Any], limit_s: float) -> None:
         self._limit_s = limit_s
         with _limited("making the environment", limit_s):
-            self._environment = load_function(name, make=False)(**parameters)
+            maker = _maker(name)
+            _check_parameters(name, maker, parameters)
+            self._environment = maker(**parameters)
 
     def reset(self, seed: int | None, options: dict[str, Any] | None) -> Content:
         """Return the first observation."""

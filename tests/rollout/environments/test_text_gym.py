@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from rollout.engines.answers import RequestRefused
-from rollout.environments.environment import Environment, EnvironmentSettingError, resolve_environment
+from rollout.environments.environment import (
+    Environment,
+    EnvironmentSettingError,
+    check_played,
+    resolve_environment,
+)
 from rollout.environments.policy import Policy
 from rollout.environments.text_gym import TextGym
 from rollout.loaded_code import code_of
@@ -160,10 +165,10 @@ def painted(observation: Any, render_mode: str | None) -> TextEnvironment:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("Guess-v0", "'Guess-v0' is not of the form module:function"),
-        ("guess_game:Gess", "no such name in "),
+        ("Guess-v0", "'Guess-v0': give gym:MODULE:CLASS, or a function"),
+        ("guess_game:Gess", "guess_game.py; did you mean Guess?"),
         ("no_such_game:Guess", "module 'no_such_game' cannot be imported"),
-        ("guess_game:Guess,least=1", "got an unexpected keyword argument 'least'"),
+        ("guess_game:Guess,least=1", "): got an unexpected keyword argument 'least'"),
         ("guess_game:Guess,trouble=reset", "reset returned an observation of type list; it must be a string"),
         ("guess_game:Guess,step_timeout_s=0", "step_timeout_s=0: give a number of seconds above 0"),
         ("guess_game:Guess,size=none", "size=none: give a number above 0"),
@@ -177,8 +182,10 @@ def test_wrong_source_is_one_line(text: str, reason: str) -> None:
 
 
 def test_wrong_environment_is_one_line() -> None:
-    with pytest.raises(EnvironmentSettingError, match="no such name in "):
+    with pytest.raises(EnvironmentSettingError, match=r"no such name in .*; did you mean Guess\?"):
         resolve_environment("gym:guess_game:Gess")
+    with pytest.raises(EnvironmentSettingError, match="'CartPole-v1': give gym:MODULE:CLASS"):
+        resolve_environment("gym:CartPole-v1")
     with pytest.raises(EnvironmentSettingError, match="give its parameters behind --tasks gym:NAME"):
         resolve_environment(NAME + ",most=3")
 
@@ -282,3 +289,9 @@ def test_environment_of_the_page_plays_its_rounds() -> None:
 def test_task_of_a_file_may_have_a_seed_and_options(guess: Environment) -> None:
     (sample,) = played(guess, {"id": "1", "seed": 7, "prompt": ""}, lambda *_: "x.", n=1)
     assert text_of(sample).startswith(text_of(played(guess, task_of(), lambda *_: "x.", n=1)[0])[:20])
+
+
+def test_task_that_tells_the_environment_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="would be ignored; give --tasks gym:guess_game:Guess as well"):
+        check_played(NAME, {"id": "1", "prompt": "1+1=", "answer": "2"})
+    check_played(NAME, {"id": "1", "prompt": "", "options": {"most": 3}})

@@ -66,11 +66,14 @@ class Messages:
         return f"the run is finished after {iterations}; to continue it, for example: {more}"
 
     def unevaluated(self) -> str:
-        """Return how to score the last checkpoint, which no iteration evaluates; nothing without tasks."""
+        """Return how to score the last checkpoint, which no iteration evaluates; nothing in a run without
+        evaluations.
+        """
         settings = self._identity.of_run
         has_tasks = settings.evaluation_tasks is not None or settings.eval_sets
         command = f"run eval --log-path {self._path}"
-        return f"the last checkpoint has not been evaluated yet: {command}" if has_tasks else ""
+        text = f"the last checkpoint was written after the last evaluation; to score it too: {command}"
+        return text if has_tasks and settings.eval.interval else ""
 
     def node_command(self, rank: int) -> str:
         """Return the command that starts a node."""

@@ -124,7 +124,9 @@ def _algorithm(settings: RunSettings) -> str:
     adapters = f", adapters of rank {lora}" if lora else ""
     adapters += " to a model in 4 bits" if trainer.lora.base_dtype == "nf4" else ""
     rate = f"learning rate {trainer.learning_rate:g}"
-    return f"{trainer.algorithm}, {rate}, {trainer.global_batch_size} sequences per step{adapters}"
+    samples = settings.rollout.tasks_per_iteration * settings.rollout.samples_per_task
+    sequences = min(trainer.global_batch_size, samples)
+    return f"{trainer.algorithm}, {rate}, {sequences} sequences per step{adapters}"
 
 
 def _tasks(settings: RunSettings, inputs: Inputs) -> str:

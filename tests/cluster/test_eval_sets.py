@@ -91,7 +91,7 @@ def test_checkpoint_is_scored_alone_as_the_run_has_scored_it_and_the_run_stays_a
     of_run = cluster.metrics()[1]
     assert of_run["policy_iteration"] == 1
     (log,) = cluster.run_dir.logs(0).glob("node*.log")
-    text = f"the last checkpoint has not been evaluated yet: run eval --log-path {cluster.root}\n"
+    text = f"written after the last evaluation; to score it too: run eval --log-path {cluster.root}\n"
     assert log.read_text().endswith(text)
     before = {name: (cluster.root / name).stat().st_mtime_ns for name in tree(cluster.root)}
     root = str(cluster.root)

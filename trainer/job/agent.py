@@ -27,7 +27,7 @@ def main() -> int:
     try:
         run.main()
     except SignalException as end:  # a node ends its job so, also after a success: no traceback
-        print(f"[trainer] the job was ended by {end.sigval.name}", flush=True)
+        print(f"[trainer] its node has ended the job ({end.sigval.name})", flush=True)
         return 128 + end.sigval
     return 0
 

@@ -182,7 +182,7 @@ def test_job_that_its_node_ends_says_so_in_one_line(start_node: StartNode) -> No
     wait_until(lambda: catches(node.agent.pid, signal.SIGTERM))
     os.kill(node.agent.pid, signal.SIGTERM)
     assert node.agent.wait(JOB_TIMEOUT_S) == 128 + signal.SIGTERM
-    assert node.output().splitlines()[-1:] == ["[trainer] the job was ended by SIGTERM"]
+    assert node.output().splitlines()[-1:] == ["[trainer] its node has ended the job (SIGTERM)"]
     assert "Traceback" not in node.output() and "closing signal" not in node.output()
 
 

@@ -63,6 +63,8 @@ def load_function(name: str, *, make: bool = True, only_async: bool = False) -> 
                 f"; install it for this Python on every node, or keep the function in a file that does not "
                 f"import {lacking}"
             )
+        if is_own and (near := difflib.get_close_matches(module_name, _modules_here(), n=1, cutoff=0.8)):
+            searched += f"; did you mean {near[0]}:{function_name}?"
         where = hidden_file(str(lacking)) or _raised_at(error) or ("" if is_said else searched)
         raise PluginError(
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error_text}"
@@ -138,6 +140,11 @@ def with_whole_path(name: str) -> str:
 def is_module_here(name: str) -> bool:
     """Return whether a file of the current directory is the module of that name."""
     return Path(f"{name}{SUFFIX}").is_file()
+
+
+def _modules_here() -> list[str]:
+    """Return the modules of the current directory."""
+    return [path.stem for path in Path().glob(f"*{SUFFIX}")]
 
 
 def title_of(name: str) -> str:

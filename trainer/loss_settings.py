@@ -42,7 +42,7 @@ class LossSettings(Settings):
     group's standard deviation; leave_one_out: r - mean of the others; success: r - mean over the mean
     (rewards from 0 up); whitened: centred, then over the tokens of the batch; decoupled: the weighted sum of
     several rewards, each standardised in its group, then in the batch; one, zero: that for every sample;
-    pair: only the best and the worst sample of a group are trained; label: 1 for a reward above 0, else -1"""
+    pair: only a group's best and worst samples are trained on; label: 1 for a reward above 0, else -1"""
     credit: Annotated[Literal["sample", "turn", "state"], Mark.SHAPES_BATCH] = "sample"
     """What a group compares. sample: the samples' rewards; turn: each turn's reward and those of later turns
     (its return); state: a sample's advantage, plus `state_weight` x that of the turn's return among the
@@ -50,7 +50,7 @@ class LossSettings(Settings):
     state_weight: Annotated[float, Field(gt=0), Mark.SHAPES_BATCH] = 1.0
     """With credit=state: how much the comparison within a state counts; the whole sample counts 1."""
     turn_discount: Annotated[float, Field(ge=0, le=1), Mark.SHAPES_BATCH] = 1.0
-    """What the next turn's return counts; 0: a turn has only its own reward."""
+    """The weight of the next turn's return in a turn's; 0: a turn has only its own reward."""
     pair_beta: Annotated[float, Field(gt=0)] = 0.1
     """With advantage=pair or label: how much of a distance from the base model it takes to prefer the better
     sample (beta of DPO and KTO)."""
@@ -93,7 +93,7 @@ class LossSettings(Settings):
     token's reward, and so from the advantages up to it (PPO); reward: its sum, subtracted from the sample's
     reward (RLOO)."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
-    """What `kl` counts; more holds the policy nearer."""
+    """The weight of the KL term."""
     entropy_bonus: Annotated[float, Field(ge=0), Mark.SHAPES_BATCH] = 0.0
     """How strongly the loss rewards the policy's mean entropy, which keeps it exploring (A3C, arXiv
     1602.01783), e.g. 0.001; 0: not at all."""

@@ -7,9 +7,7 @@ A name is as in `names_elsewhere`. The value that was typed takes the place of w
 from coordinator.settings.names_elsewhere import by_name
 
 _INSTEAD = {
-    "no Ray is needed; on machines of a Ray cluster: run launch --ray ADDRESS --num-nodes N": (
-        "ray_init ray_kwargs"
-    ),
+    "no Ray is needed; on a Ray cluster: run launch --ray ADDRESS --num-nodes N": "ray_init ray_kwargs",
     "set both trainer.kl=k3 and trainer.kl_coefficient": (
         "beta use_kl_loss kl_loss_coef kl_loss_type kl_penalty kl_estimator kl.estimator kl.use_loss "
         "use_kl_estimator_k3 kl_weight kl_penalty_coef kl_beta"
@@ -19,6 +17,7 @@ _INSTEAD = {
         "trainer.kl_in=token_reward"
     ): "kl_coef init_kl_coef kl.init_coef",
     "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward": "use_kl_in_reward",
+    "set trainer.lora.alpha to theirs x sqrt(trainer.lora.rank)": "use_rslora",
     "there is no critic; trainer.advantage says what a reward is compared with": (
         "critic critic_warmup gamma lam lambd value_clip critic_pretrain critic_learning_rate "
         "critic_num_nodes critic_num_gpus_per_node freezing_actor_steps max_critic_ckpt_to_keep vf_coef "
@@ -30,10 +29,10 @@ _INSTEAD = {
     ),
     "a file of settings is given as --config FILE": "config config_file",
     "give the directory of a run as --log-path {DIR}": (
-        "output_dir default_local_dir save_path ckpt_path checkpoint_dir save_dir"
+        "log_path logpath output_dir default_local_dir save_path ckpt_path checkpoint_dir save_dir"
     ),
     "a run is known by its directory, --log-path; leave it out": (
-        "run_name wandb.name overwrite_output_dir experiment_name log_path log_dir logging_dir "
+        "run_name wandb.name overwrite_output_dir experiment_name log_dir logging_dir "
         "wandb_run_name wandb_group default_hdfs_dir wandb.group ckpt.path wandb_name"
     ),
     "no prompt is cut; rollout.max_prompt_tokens leaves out the longer ones": "truncation truncation_mode",
@@ -65,6 +64,10 @@ _INSTEAD = {
         "multi_turn tools tool_config_path agent"
     ),
     "give --environment {my_agent.py}:FUNCTION (docs/environments.md)": "agent_func_path",
+    "what makes a sample is an environment: --environment my_agent.py:FUNCTION (docs/environments.md)": (
+        "rollout_func environment_factory"
+    ),
+    "write the tasks into a file: --tasks tasks.jsonl, whose fields docs/tasks.md lists": "custom_cls",
     "turns belong to the environment: --environment my_tools.py:FUNCTION (docs/environments.md)": (
         "max_assistant_turns max_tool_calling_iterations max_turns max_user_turns max_steps_per_episode"
     ),
@@ -90,7 +93,7 @@ _INSTEAD = {
     "set engine.args.{NAME}={VALUE}, an argument of vLLM": (
         "enforce_eager engine_kwargs cudagraph_capture_sizes scheduling_policy "
         "enable_expert_parallel all2all_backend enable_eplb kv_cache_dtype swap_space quantization "
-        "max_num_batched_tokens max_num_seqs max_model_len enable_prefix_caching enable_chunked_prefill"
+        "max_num_batched_tokens max_num_seqs enable_prefix_caching enable_chunked_prefill"
     ),
     "an argument of vLLM is given as engine.args.NAME=VALUE": "vllm_model_impl fp8 kv_cache_offload",
     "ZeRO 3 is trainer.layout=sharded; offloading is trainer.cpu_offload=true": "zero_stage",
@@ -115,7 +118,7 @@ _INSTEAD = {
     ),
     "the engine makes its batches by itself; rollout.concurrency limits them": (
         "per_device_eval_batch_size micro_rollout_batch_size rollout.micro_batch_size val_batch_size "
-        "vllm_generate_batch_size local_rollout_forward_batch_size"
+        "vllm_generate_batch_size local_rollout_forward_batch_size agent.num_workers"
     ),
     "rollout.dynamic_sampling=true generates further tasks until there are enough": "gen_batch_size",
     "rollout.dynamic_sampling=true looks at the reward": "filter_groups.metric",
@@ -166,7 +169,7 @@ _INSTEAD = {
         "completion_only_loss assistant_only_loss"
     ),
     "an adapter has trainer.lora.rank, trainer.lora.alpha and trainer.lora.targets alone; leave it out": (
-        "lora_dropout use_rslora use_dora modules_to_save lora_task_type exclude_modules lora.dropout "
+        "lora_dropout use_dora modules_to_save lora_task_type exclude_modules lora.dropout "
         "lora_modules_to_save lora_target_parameters"
     ),
     "code of a model is never run; take one that transformers has": "trust_remote_code external_lib",
@@ -181,9 +184,7 @@ _INSTEAD = {
         "machine_rank local_rank main_process_ip main_process_port master_port rdzv_backend same_network"
     ),
     "fetch the revision, and give its directory as --model DIR": "model_revision",
-    "an adapter is trained where trainer.lora.rank is set": (
-        "enable_lora max_lora_rank max_loras max_cpu_loras"
-    ),
+    "trainer.lora.rank says that there is an adapter": "enable_lora max_lora_rank max_loras max_cpu_loras",
     "the engine reads its weights from the run directory; leave it out": (
         "vllm_sync_backend sync_backend sync_with_ray weight_broadcast update_weights_bucket_megabytes "
         "rollout_transport load_format"
@@ -218,7 +219,7 @@ _INSTEAD = {
         "tpu_env tpu_use_cluster tpu_use_sudo enable_cpu_affinity renderer.name initial_inflight "
         "fused_lm_head_token_chunk_size fsdp_config.seed max_resp_len rollout_correction.loss_type "
         "deployment.type transfer_queue trackio_space_id use_ms launch_reward_fn_async reward.num_workers "
-        "reward_manager.num_workers"
+        "reward_manager.num_workers defaults hydra"
     ),
     "the built-in reward code runs programs in a jail of its own; leave it out": "sandbox_fusion",
     "on Slurm nodes start with srun (docs/clusters.md)": "slurm",
@@ -288,17 +289,11 @@ _INSTEAD = {
     "tokenizer and configuration are those in the directory of --model; leave it out": (
         "tokenizer tokenizer_path tokenizer_name_or_path hf_config_path pad_token tokenizer_name"
     ),
-    "write it into the config.json in the directory of --model": (
-        "override_config model_init_kwargs rope_scaling"
-    ),
-    "put it into the directory of --model, as chat_template.jinja": (
-        "custom_chat_template chat_template_path"
-    ),
+    "write it into config.json in the directory of --model": "override_config model_init_kwargs rope_scaling",
+    "put it into the directory of --model as chat_template.jinja": "custom_chat_template chat_template_path",
     "a task may show pictures, and no videos": "video_key",
     "trainer.entropy_bonus has no bounds; leave it out": "entropy_coef_min entropy_coef_max",
-    "trainer.engine_sequence_cap leaves out whole sequences that have gone too far": (
-        "off_policy_mask_threshold"
-    ),
+    "trainer.engine_sequence_cap leaves out sequences that went too far": "off_policy_mask_threshold",
     "trainer.engine_correction=masked leaves out weights below the inverse of its cap": (
         "vllm_importance_sampling_clip_min"
     ),

@@ -23,15 +23,20 @@ _OFFLOADS = (
     *("offload_optimizer_device", "offload_param_device"),
 )
 _ADAPTERS, _RANKS = ("use_peft", "use_lora"), ("lora_r", "lora_rank")
+_ALPHAS = ("lora_alpha", "lora.alpha")
 _HOST, _PORT = ("vllm_server_host",), ("vllm_server_port",)
 _IN_LOSS, _IN_REWARD = ("use_kl_loss", "kl.use_loss"), ("use_kl_in_reward",)
 _OF_LOSS, _OF_REWARD = (
     ("kl_loss_coef", "beta", "kl_weight", "kl_beta"),
-    ("kl_coef", "kl_penalty_coef", "kl.init_coef", "init_kl_coef"),
+    ("kl_ctrl.kl_coef", "kl_coef", "kl_penalty_coef", "kl.init_coef", "init_kl_coef"),
 )
 _ESTIMATORS = ("kl_loss_type", "kl_estimator", "kl.estimator"), ("kl_penalty", "kl_estimator", "kl.estimator")
 _REWARD = ("custom_reward_function.path", "custom_reward_function.name", "remote_rm_url", "remote_url")
-_ALONE = {name for names in (*_ESTIMATORS, _REWARD) for name in names}
+_ALONE = {
+    "kl_ctrl.kl_coef",
+    "use_kl_in_reward",
+    *(name for names in (*_ESTIMATORS, _REWARD) for name in names),
+}
 """Names of which one is enough; of betas too."""
 _CUTS = ("max_samples", "train_max_samples")
 _OVERLONG = (
@@ -50,8 +55,11 @@ _LONGEST = (
 )
 _ADVANTAGES = ("adv_estimator", "advantage_estimator", "advantage.estimator")
 _LOSSES = ("loss_mode", "policy_loss_type", "loss_type")
+_OF_PAIRS = ("sigmoid", "hinge", "ipo", "robust", "dpo", "kto", "apo_zero", "apo_down", "apo_zero_unpaired")
+"""Losses whose `beta` is that of pairs, or labels."""
 _PRESETS = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "dppo_tv": "dppo"}
 """The preset of a loss of theirs with the advantage of GRPO."""
+_BATCHES = ("gen_batch_size", "train_batch_size")
 _GPUS = ("n_gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node")
 _NODES = ("nnodes", "actor_num_nodes", "num_nodes")
 _CORRECTS = (
@@ -60,6 +68,8 @@ _CORRECTS = (
 )
 _CORRECTIONS = ("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode")
 _STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+ADVANTAGES = "which needs trainer.advantage=centred, leave_one_out or whitened (grpo has none of them)"
+"""What KL in the reward goes with."""
 OFF = "set trainer.kl=off, which it is unless trainer.algorithm=grpo sets it to k3 with 0.04"
 
 
@@ -73,8 +83,9 @@ def joint_answer(typed: str, values: Mapping[str, Any]) -> str | None:
     for names, partners, answer in _ANSWERS:
         least = 1 if answer is _betas or {*names_of_typed} & _ALONE else 2
         is_one = any(name in names for name in names_of_typed)
-        if is_one and sum(name in by_part for name in {*names, *partners}) >= least:
-            return answer(by_part)
+        is_given = sum(name in by_part for name in {*names, *partners}) >= least
+        if is_one and is_given and (text := answer(by_part)):
+            return text
     return None
 
 
@@ -108,7 +119,8 @@ def _betas(values: Values) -> str | None:
     usual = TrainerSettings.model_fields["betas"].default
     typed = [_first(values, names) for names in zip(*_BETAS, strict=True)]
     pair = [value if isinstance(value, int | float) else usual[place] for place, value in enumerate(typed)]
-    return f"did you mean trainer.betas={pair[0]:g},{pair[1]:g}?"
+    note = f" ({pair[1]:g} is the default here, 0.999 that of TRL and verl)" if typed[1] is None else ""
+    return f"did you mean trainer.betas={pair[0]:g},{pair[1]:g}?{note}"
 
 
 def _offload(values: Values) -> str | None:
@@ -123,6 +135,14 @@ def _adapters(values: Values) -> str | None:
     return f"did you mean trainer.lora.rank={rank}?" if is_on else "leave it out: there is no adapter"
 
 
+def _rank_stabilised(values: Values) -> str | None:
+    """Return the alpha with which alpha / rank, the scale here, is alpha / sqrt(rank)."""
+    rank, alpha = _first(values, (*_RANKS, "r", "lora.rank")), _first(values, _ALPHAS)
+    if values.get("use_rslora") is not True or not type(rank) is type(alpha) is int or rank < 1:
+        return None
+    return f"did you mean trainer.lora.alpha={alpha * rank**0.5:g}? ({alpha} x sqrt({rank}))"
+
+
 def _overlong(values: Values) -> str | None:
     if any(values.get(name) is False for name in _OVERLONG if name.endswith(".enable")):
         return "did you mean trainer.overlong=keep?"
@@ -131,7 +151,24 @@ def _overlong(values: Values) -> str | None:
     if not type(length) is type(longest) is int or longest < 1:
         return None
     share = f"trainer.overlong=penalise trainer.overlong_buffer={length / longest:.3g}"
-    return f"did you mean {share}? ({length} of {longest} tokens)"
+    factor = _first(values, tuple(name for name in _OVERLONG if name.endswith("factor")))
+    note = "" if factor in (None, 1) else f"; the factor is 1 here, not {factor}"
+    return f"did you mean {share}? ({length} of {longest} tokens{note})"
+
+
+def _limit(values: Values) -> str | None:
+    """Return the limit of dynamic sampling in times the tasks of an iteration: theirs counts batches."""
+    numbers = [values.get(name) for name in ("max_num_gen_batches", *_BATCHES)]
+    count, generated, trained = (number if type(number) is int else 0 for number in numbers)
+    if min(count, generated, trained) < 1:
+        return None
+    limit = f"{count * generated / trained:g}"
+    return f"did you mean rollout.dynamic_limit={limit}? ({count} x {generated} / {trained} tasks)"
+
+
+def _pairs(values: Values) -> str | None:
+    is_of_pairs = {str(values.get(name)) for name in ("trainer.algorithm", "loss_type")} & {*_OF_PAIRS}
+    return f"did you mean trainer.pair_beta={values['beta']}?" if is_of_pairs else None
 
 
 def _algorithm(values: Values) -> str | None:
@@ -199,6 +236,12 @@ def _kl(values: Values) -> str | None:
     numbers = [
         values[name] for name in (*of_place[0], *of_place[1]) if type(values.get(name)) in (int, float)
     ]
+    if in_reward is in_loss is None and "kl_ctrl.kl_coef" in values and not {*_OF_LOSS} & {*values}:
+        number = f"={values['kl_ctrl.kl_coef']}"
+        return (
+            "leave it out: verl ignores it without use_kl_in_reward=True; with that, set trainer.kl=k1, "
+            f"trainer.kl_coefficient{number} and trainer.kl_in=token_reward, {ADVANTAGES}"
+        )
     is_off = False in (in_loss, in_reward) and True not in (in_loss, in_reward) and not is_reward
     if is_off or (numbers and not any(numbers)):
         return OFF
@@ -208,7 +251,7 @@ def _kl(values: Values) -> str | None:
     kl = f"trainer.kl={estimate or ('k1' if is_reward else 'k3')}"
     coefficient = "trainer.kl_coefficient" + next((f"={number:g}" for number in numbers if number), "")
     if is_reward:
-        return f"set {kl}, {coefficient} and trainer.kl_in=token_reward"
+        return f"set {kl}, {coefficient} and trainer.kl_in=token_reward, {ADVANTAGES}"
     return f"set both {kl} and {coefficient}"
 
 
@@ -219,6 +262,9 @@ _ANSWERS: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Values], str |
     (_OFFLOADS, (), _offload),
     ((*_ADAPTERS, *_RANKS), (), _adapters),
     ((*_HOST, *_PORT), (), _url),
+    (("use_rslora", *_ALPHAS), (*_RANKS, "r", "lora.rank"), _rank_stabilised),
+    (("max_num_gen_batches",), _BATCHES, _limit),
+    (("beta",), ("trainer.algorithm", "loss_type"), _pairs),
     (_OVERLONG, _LONGEST, _overlong),
     ((*_ADVANTAGES, *_LOSSES), (), _algorithm),
     (("epsilon", "epsilon_high", "clip_ratio_low"), _LOSSES, _cispo),

@@ -67,6 +67,7 @@ _NAMES = {
         "steps_per_generation rollout.batch_size"
     ),
     "rollout.temperature": "temp",
+    "rollout.top_p": "generation_kwargs",
     "rollout.stop": "stop_strings generation_kwargs.stop",
     "rollout.reward": "reward_fn reward_funcs",
     "rollout.environment": "env",
@@ -135,7 +136,7 @@ _NAMES = {
     ),
     "eval.max_tasks": "val_max_samples eval.num_examples num_examples",
     "engine.url": "client.base_url vllm_server_base_url vllm_server_host vllm_server_port",
-    "engine.args.max_model_len": "vllm_max_model_length",
+    "engine.args.max_model_len": "vllm_max_model_length max_model_len",
     "rollout.concurrency": "max_inflight_rollouts max_inflight",
     "eval.temperature": (
         "val_kwargs.temperature val_kwargs.do_sample eval.sampling.temperature "

@@ -10,6 +10,7 @@ from coordinator.settings.loading import check_each, flatten, known_keys
 from coordinator.settings.tree import SettingsError
 
 _PART_BYTES = 65536
+_KINDS = "a .toml, .yaml or .json file"
 TOML_OR_YAML = "pipe"
 """What a pipe has in place of a suffix."""
 SILENT_S = 30.0
@@ -23,7 +24,7 @@ def read_file(path: Path) -> dict[str, Any]:
         is_stream = path.is_fifo() or str(path).startswith("/dev/")
         tree = _parse_file(content.decode(), path.suffix or (TOML_OR_YAML if is_stream else ""))
     except OSError as error:
-        raise SettingsError(f"--config {path}: {error.strerror}; give a .toml or .yaml file") from error
+        raise SettingsError(f"--config {path}: {error.strerror}; give {_KINDS}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(
             f"--config {path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8"
@@ -86,7 +87,8 @@ def _parse_file(text: str, suffix: str) -> Any:
                 raise ValueError(f"{error}; put texts in quotes") from error
             raise
     if suffix not in {".yaml", ".yml", ".json"}:
-        raise ValueError("give a .toml or .yaml file")
+        typed = "; or type settings as NAME=VALUE: docs/settings.md lists them" if suffix == ".py" else ""
+        raise ValueError(f"give {_KINDS}{typed}")
     import yaml
 
     try:

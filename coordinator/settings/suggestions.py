@@ -44,6 +44,7 @@ MANY = 60
 listed.
 """
 ALL_SHOWN = "run --dry-run shows all settings"
+LEFT_OUT = "what you leave out gets the defaults here; docs/migration.md has commands with TRL's and verl's"
 
 
 def near_setting(typed: str, known: Sequence[str], values: Mapping[str, Any] = NONE) -> str:
@@ -211,10 +212,18 @@ def _given(setting: str, values: Mapping[str, Any]) -> int | None:
 
 def meant_each(unknown: Sequence[str], known: Sequence[str], values: Mapping[str, Any]) -> str:
     """Return a sentence about an unknown setting among those of `values`; of several, a line for each."""
+    values = {name: _as_number(value) for name, value in values.items()}
     meanings = {name: near_setting(name, known, values) for name in unknown}
     if len(unknown) > 1:
-        return listed("settings", meanings)
+        words = [pair_of(plain(name)) for name in unknown]
+        is_theirs = sum(bool({word, word.rpartition(".")[2]} & {*ALIASES, *ANSWERS}) for word in words) > 1
+        return listed("settings", meanings) + (f"\n  {LEFT_OUT}" if is_theirs else "")
     return f"unknown setting {unknown[0]}; {meanings[unknown[0]]}"
+
+
+def _as_number(value: Any) -> Any:
+    """Return the number that YAML takes for a text: 1e-3."""
+    return float(value) if re.fullmatch(r"-?\d+(\.\d*)?[eE][-+]?\d+", str(value)) else value
 
 
 def listed(kind: str, meanings: Mapping[str, str]) -> str:
@@ -244,6 +253,11 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
     if section and not (pair_of(word) in ANSWERS or re.search("overlong_buffer|reward_manager", word)):
         is_off = values.get(typed, True) in (False, None)
         return "leave it out: it is off" if is_off else ANSWERS[section]
+    if entry := re.fullmatch(r"(.+\.(?:env|source))\.(?:\d+\.)?(?:id|name)", word):  # of a list of them
+        return answer(entry[1], {entry[1]: {"id": values.get(typed, "NAME")}})
+    if word == "dtype" and values.get(typed) in ("bfloat16", "float32"):
+        settings = f"trainer.compute_dtype={values[typed]} engine.args.dtype={values[typed]}"
+        return f"did you mean {settings}? (the trainer's, and vLLM's; on a GPU they are bfloat16 anyway)"
     if typed in values and (of_all := joint_answer(typed, values)):
         return of_all
     if typed in values and (of_value := by_value(typed, values[typed])):
@@ -252,10 +266,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         return of_default
     if pair_of(word) in ALIASES:  # closer than what holds for its whole section
         return None
-    if word.rpartition(".")[2] == "beta" and values.get("trainer.algorithm") in ("dpo", "kto"):
-        return "did you mean trainer.pair_beta?"
     if word == "dtype":
-        return "did you mean trainer.compute_dtype, or engine.dtype of the embedded engine?"
+        return "did you mean trainer.compute_dtype and engine.args.dtype? (the trainer's, and vLLM's)"
     if word == "delta" and not isinstance(values.get(typed), bool):  # TRL's bound, no checkpoints.delta
         bound = values.get(typed)
         return f"set trainer.clip=dual and trainer.dual_clip{'' if bound is None else f'={bound}'}"

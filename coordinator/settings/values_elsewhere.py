@@ -20,14 +20,15 @@ _NOTES = {
     ),
     "in samples; verl's data.train_batch_size is rollout.tasks_per_iteration": "train_batch_size",
     (
-        "of a token; with TRL's sequence_truncate and sequence_mask, its default, "
-        "trainer.engine_sequence_cap in its place, which bounds a mean over tokens: 1.01, say"
+        "the cap of a token's weight. TRL's default leaves out whole sequences: type "
+        "trainer.engine_sequence_cap=1.01, say, in its place"
     ): "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
     "of a batch; the length of the run is iterations": "num_iterations",
     "bfloat16; there is no float16": "fp16",
     "what ends it, e.g. </think>": "reasoning_parser",
     "1 + theirs": "over_sample_rate",
     "a number of tokens for true": "partial_rollout_enable partial_rollout",
+    "each by its own name: rollout.top_k, rollout.min_p, rollout.stop, ...": "generation_kwargs",
     "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
     "in samples": "train.batch_size data.batch_size",
@@ -170,6 +171,11 @@ _BY_VALUE = {
     ): "loss_type=dapo",
     "did you mean trainer.algorithm=grpo trainer.aggregation=token trainer.kl=off?": "loss_type=bnpo",
     "did you mean trainer.algorithm=dpo?": "loss_type=sigmoid",
+    "there is no IPO; nearest is trainer.algorithm=dpo": "loss_type=ipo",
+    "there is no such loss of pairs; nearest is trainer.algorithm=dpo": (
+        "loss_type=hinge loss_type=robust loss_type=apo_zero loss_type=apo_down"
+    ),
+    "leave it out: alpha is as it was": "use_rslora=false",
     "did you mean trainer.algorithm=gspo?": "loss_mode=gspo policy_loss_type=gspo ratio=gspo",
     "did you mean trainer.clip=soft?": "loss_mode=sapo",
     "there is none of its kind; trainer.entropy_target, too, keeps the policy's entropy": (
@@ -247,7 +253,7 @@ SAME_NUMBER = (
     "in tasks",
     "times",
     "the one",
-    "of a token",
+    "the cap of a token",
     "of a batch;",
     "the highest",
     "in seconds",

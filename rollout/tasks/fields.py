@@ -1,6 +1,7 @@
 """Make a task of a row, and check its fields."""
 
 import contextlib
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -57,6 +58,8 @@ def task_of(
         for name, column in columns.items():
             if column in {"prompt", "messages"} - columns.keys() and "prompt" not in task:
                 hint = f", as columns.{name}={column} has taken the column {column!r}; leave that out"
+            elif near := difflib.get_close_matches(name, ("messages", "prompt"), n=1, cutoff=0.8):
+                hint = hint and f"; did you mean columns.{near[0]}={column}?"
         raise ValueError(f"give either `prompt` or `messages`; {state}{hint}")
     task.setdefault("id", number)
     task |= {name: whole_number(task[name]) for name in ("id", "answer") if name in task}
@@ -64,8 +67,7 @@ def task_of(
         if name in task and (expected := check(task[name])):
             hint = ""
             if name in ("prompt", "messages") and not isinstance(task[name], (list, str)):
-                column_names = ", ".join(map(str, row.fields))
-                hint = f"; name another column, columns.{name}=COLUMN (there is {column_names})"
+                hint = f"; name another, columns.{name}=COLUMN (there is {', '.join(map(str, row.fields))})"
             raise ValueError(f"{_named(name, columns)} must be {expected}, got {_kind(task[name])}{hint}")
     with contextlib.suppress(ValueError):  # other tools are those of an environment that knows them
         task |= {"tools": checked_tools(task["tools"])} if "tools" in task else {}

@@ -91,7 +91,7 @@ BAD = [
     ("--tasks=", "--tasks is empty (a variable that is not set?); give a value"),
     ("--tasks good.jsonl,chat.jsonl", "no such file (give several files as a pattern, e.g. 'data/*.jsonl')"),
     ("config=bad.toml", "unknown setting config; a file of settings is given as --config FILE"),
-    ("--config empty", "Is a directory; give a .toml or .yaml file"),
+    ("--config empty", "Is a directory; give a .toml, .yaml or .json file"),
     ("--dry-run --reward exact numeric", "nor KEY=VALUE; give each for itself: --reward exact --reward num"),
     ("launch --hosts a, b", "'b' is not an option; write commas without spaces: --hosts a,b"),
     ("launch --hosts a b", "'b' is not an option; write commas without spaces: --hosts a,b"),

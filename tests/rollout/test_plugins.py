@@ -9,6 +9,7 @@ import pytest
 
 from rollout.environments.environment import resolve_environment
 from rollout.loaded_code import code_of
+from rollout.plugins import PluginError, load_function
 from rollout.processes.killable_rewards import LibraryReward
 from rollout.rewards.resolve import BUILT_IN, IN_PROCESSES, resolve_reward
 
@@ -33,6 +34,16 @@ def write(directory: Path, **files: str) -> Path:
     for name, text in files.items():
         (directory / f"{name}.py").write_text(text)
     return directory
+
+
+def test_module_that_is_not_there_is_answered_with_a_file_called_almost_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write(tmp_path, my_near_rewards=REWARD.format(value=1)))
+    with pytest.raises(PluginError, match=r"; did you mean my_near_rewards:score\?"):
+        load_function("my_near_reward:score")
+    with pytest.raises(PluginError, match=r"what is installed\)$"):
+        load_function("other:score")
 
 
 def test_digest_is_of_what_the_file_holds_wherever_it_is(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.settings.setting_names import known_keys
-from coordinator.settings.suggestions import meant_each, near_setting
+from coordinator.settings.suggestions import LEFT_OUT, meant_each, near_setting
 
 KNOWN = known_keys()
 
@@ -72,7 +72,7 @@ KNOWN = known_keys()
 def test_settings_that_say_one_thing_together_have_one_answer(values: dict[str, Any], expected: str) -> None:
     assert {near_setting(name, KNOWN, values).startswith(expected) for name in values} == {True}
     lines = meant_each(list(values), KNOWN, values).splitlines()
-    assert len(lines) == 2 and lines[1].startswith(f"  {', '.join(values)}: {expected}")
+    assert lines[1].startswith(f"  {', '.join(values)}: {expected}") and lines[2:] in ([], [f"  {LEFT_OUT}"])
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,55 @@ def test_bounds_of_cispo_are_those_of_its_weight() -> None:
         ({"loss_type": "dapo", "epsilon_high": 0.28}, "trainer.clip_high=0.28?"),
     ):
         assert ours in near_setting(list(values)[1], KNOWN, values)
+
+
+RSLORA: dict[str, Any] = {"use_rslora": True, "lora_r": 64, "lora_alpha": 16}
+
+
+@pytest.mark.parametrize(
+    ("typed", "values", "expected"),
+    [
+        ("beta", {"beta": 0.05, "loss_type": "sigmoid"}, "did you mean trainer.pair_beta=0.05?"),
+        ("--beta", {"--beta": 0.05, "trainer.algorithm": "dpo"}, "did you mean trainer.pair_beta=0.05?"),
+        (
+            "beta",
+            {"beta": 0.05, "loss_type": "dapo"},
+            "set both trainer.kl=k3 and trainer.kl_coefficient=0.05",
+        ),
+        ("loss_type", {"beta": 0.05, "loss_type": "ipo"}, "there is no IPO"),
+        (
+            "overlong_buffer.penalty_factor",
+            {"overlong_buffer.len": 40, "overlong_buffer.penalty_factor": 0.5, "max_new_tokens": 80},
+            "did you mean trainer.overlong=penalise trainer.overlong_buffer=0.5? (40 of 80 tokens; the fac",
+        ),
+        (
+            "filter_groups.max_num_gen_batches",
+            {"filter_groups.max_num_gen_batches": 10, "train_batch_size": 512, "gen_batch_size": 1536},
+            "did you mean rollout.dynamic_limit=30? (10 x 1536 / 512 tasks)",
+        ),
+        ("use_rslora", RSLORA, "did you mean trainer.lora.alpha=128?"),
+        ("lora_alpha", RSLORA, "did you mean trainer.lora.alpha=128?"),
+        ("lora_alpha", {**RSLORA, "use_rslora": False}, "did you mean trainer.lora.alpha=16?"),
+        (
+            "algorithm.kl_ctrl.kl_coef",
+            {"algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.kl_penalty": "kl"},
+            "leave it out: verl ignores it without use_kl_in_reward=True",
+        ),
+        (
+            "use_kl_in_reward",
+            {"use_kl_in_reward": True},
+            "set trainer.kl=k1, trainer.kl_coefficient and trainer.kl_in=token_reward, which needs",
+        ),
+    ],
+)
+def test_setting_is_answered_by_what_stands_beside_it(
+    typed: str, values: dict[str, Any], expected: str
+) -> None:
+    assert near_setting(typed, KNOWN, values).startswith(expected)
+
+
+def test_number_that_yaml_takes_for_a_text_is_one() -> None:
+    assert "trainer.kl_coefficient=0.001" in meant_each(["init_kl_coef"], KNOWN, {"init_kl_coef": "1e-3"})
 
 
 def test_number_that_goes_with_another_is_computed() -> None:

@@ -348,8 +348,9 @@ def test_empty_config_file_says_nothing(tmp_path: Path, name: str) -> None:
         ("a.yaml", b"- model", "expected settings by name, found list"),
         ("a.json", b"5", "expected settings by name, found int"),
         ("a.yaml", b"!!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("a.txt", b"model = 'm'", "give a .toml or .yaml file"),
-        ("config", b"", "give a .toml or .yaml file"),
+        ("a.txt", b"model = 'm'", "give a .toml, .yaml or .json file"),
+        ("grpo.py", b"", "or type settings as NAME=VALUE: docs/settings.md lists them"),
+        ("config", b"", "give a .toml, .yaml or .json file"),
     ],
 )
 def test_bad_config_file_is_named_once_with_the_reason(
@@ -458,7 +459,8 @@ def test_configuration_of_another_trainer_is_answered_with_a_line_for_each_of_it
     lines = str(caught.value).splitlines()
     assert lines[0] == "41 unknown settings; change or remove each of them:"
     assert [line.partition(":")[0] for line in lines[1:3]] == ["  lr", "  beta"]
-    assert len(lines) == 4 and "zzz, xyzzy.0, " in lines[3] and lines[3].endswith("xyzzy.37")
+    assert len(lines) == 5 and "zzz, xyzzy.0, " in lines[3] and lines[3].endswith("xyzzy.37")
+    assert lines[4].startswith("  what you leave out gets the defaults here; docs/migration.md")
 
 
 def test_override_goes_before_the_file_and_both_before_the_defaults(tmp_path: Path) -> None:

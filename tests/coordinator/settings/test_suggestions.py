@@ -8,7 +8,15 @@ import pytest
 
 from coordinator.settings.loading import build, parse_override, parse_value, refuse_unknown
 from coordinator.settings.setting_names import known_keys, takes
-from coordinator.settings.suggestions import ALIASES, ANSWERS, BY_VALUE, COUNTED, meant_each, near_setting
+from coordinator.settings.suggestions import (
+    ALIASES,
+    ANSWERS,
+    BY_VALUE,
+    COUNTED,
+    LEFT_OUT,
+    meant_each,
+    near_setting,
+)
 from coordinator.settings.tree import SettingsError
 
 KNOWN = known_keys()
@@ -95,7 +103,7 @@ def test_other_names_are_of_settings_and_are_no_settings_themselves() -> None:
         ("fp16", "trainer.compute_dtype"),
         ("rloo_k", "rollout.samples_per_task"),
         ("actor_rollout_ref.rollout.dtype", "engine.args.dtype"),
-        ("dtype", "trainer.compute_dtype, or engine.dtype of the embedded engine"),
+        ("dtype", "trainer.compute_dtype and engine.args.dtype"),
         ("max_staleness", "cluster.max_async_level"),
         ("eval_split", "eval_tasks"),
     ],
@@ -238,7 +246,7 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
     assert near_setting("data.train_batch_size", KNOWN).endswith("tasks_per_iteration? (in tasks)")
     assert "with rollout_rs=geometric trainer.engine_seq" in near_setting("rollout_rs_threshold", KNOWN)
     text = near_setting("vllm_importance_sampling_clip_max", KNOWN)
-    assert "of a token; with TRL's" in text and "trainer.engine_sequence_cap" in text
+    assert "the cap of a token's weight. TRL's default" in text and "trainer.engine_sequence_cap" in text
 
 
 @pytest.mark.parametrize(
@@ -324,7 +332,7 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("ref.num_nodes", 1, "the reference has no nodes"),
         ("critic.model.enable_gradient_checkpointing", True, "there is no critic"),
         ("model.beta", 0.1, "did you mean trainer.pair_beta=0.1?"),
-        ("dtype", "bfloat16", "leave it out: layers compute in bfloat16 on a GPU"),
+        ("dtype", "bfloat16", "did you mean trainer.compute_dtype=bfloat16 engine.args.dtype=bfloat16?"),
         ("kl_loss_type", "low_var_kl+", "set both trainer.kl=k2 and"),
         ("algo.type", "max_rl", "did you mean trainer.algorithm=maxrl?"),
         ("model.ac.freq", 1, "did you mean trainer.activation_checkpointing=true?"),
@@ -356,6 +364,25 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("adam_beta1", 0.8, "did you mean trainer.betas=0.8,0.95?"),
         ("stop_strings", ["a", "b"], """did you mean 'rollout.stop=["a","b"]'?"""),
         ("trainer.loss.type", "default", "leave it out: trainer.algorithm=default is another one"),
+        ("logpath", "/x", "give the directory of a run as --log-path /x"),
+        ("max_model_lenn", 9, "did you mean engine.args.max_model_len=9?"),
+        ("rollout_func", "a:b", "what makes a sample is an environment: --environment my_agent.py:FUNCTION"),
+        ("generation_kwargs", "x", "did you mean rollout.top_p? (each by its own name: rollout.top_k"),
+        ("data.custom_cls.path", "d.py", "write the tasks into a file"),
+        (
+            "orchestrator.env.0.id",
+            "gsm8k",
+            "give both --tasks verifiers:gsm8k and --environment verifiers:gsm8k",
+        ),
+        ("orchestrator.eval.env.0.id", "gsm8k", "give --eval-tasks verifiers:gsm8k"),
+        ("hydra.searchpath", ["a"], "nothing here needs it; leave it out"),
+        (
+            "rollout.agent.num_workers",
+            8,
+            "the engine makes its batches by itself; rollout.concurrency limits",
+        ),
+        ("adam_beta1", 0.9, "did you mean trainer.betas=0.9,0.95? (0.95 is the default here, 0.999 that of"),
+        ("vllm_importance_sampling_cap", 3.0, "did you mean trainer.engine_correction_cap=3? (the cap of a"),
         ("reward", "math", "did you mean rollout.reward=math?"),
         ("rollout_is", "sequence", "there is no weight of a sequence; trainer.engine_sequence_cap=1.01"),
         ("val_before_train", True, "leave it out: the policy before training is evaluated"),
@@ -376,6 +403,7 @@ def test_whole_configuration_is_answered_with_what_changes_something() -> None:
         "  actor.ppo_epochs: did you mean trainer.passes=2?",
         "  rollout.n: did you mean rollout.samples_per_task=5?",
         "  the other 102: leave them out; they say what holds here anyway, or have no equal",
+        f"  {LEFT_OUT}",
     ]
 
 
@@ -473,7 +501,6 @@ def test_every_name_of_the_page_on_migration_is_answered_with_the_setting_of_its
     [
         "remote_rm_url",
         "actor_rollout_ref.rollout.multi_turn.max_tool_response_length",
-        "rollout.agent.num_workers",
         "trainer_gpu_ids",
     ],
 )

@@ -48,7 +48,7 @@ def test_file_is_read_with_its_fields_and_line_numbers_as_ids(tmp_path: Path) ->
         ('{"prompt": "a", "messages": []}', "both are there"),
         (
             '{"prompt": 3, "text": "a"}',
-            "got a number; name another column, columns.prompt=COLUMN (there is prompt, text)",
+            "got a number; name another, columns.prompt=COLUMN (there is prompt, text)",
         ),
         ('{"prompt": 3}', "`prompt` must be a non-empty string, or an array of messages, got a number"),
         ('{"prompt": ""}', "got an empty string"),
@@ -87,7 +87,9 @@ def test_column_of_another_field_does_not_hide_that_the_prompt_has_none(tmp_path
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"question": "a"}\n')
     with pytest.raises(TaskError, match=r"neither is there; name its column, .*\(there is "):
-        load_tasks(str(file), seed=0, split="train", columns={"mesages": "question"})
+        load_tasks(str(file), seed=0, split="train", columns={"topic": "question"})
+    with pytest.raises(TaskError, match=r"neither is there; did you mean columns.messages=question\?"):
+        load_tasks(str(file), seed=0, split="train", columns={"message": "question"})
 
 
 def test_bytes_that_are_not_utf8_are_an_error_with_a_line(tmp_path: Path) -> None:

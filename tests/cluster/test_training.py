@@ -75,7 +75,8 @@ def test_nodes_killed_between_trainer_states_repeat_their_steps_and_end_with_the
     cluster: Cluster, engine_urls: list[str], calm: Cluster
 ) -> None:
     settings = ("trainer.save_interval=2", "checkpoints.keep_last=2", "metrics.sinks=tensorboard")
-    for iteration in (2, 4):  # before the first trainer state, and after it
+    states = cluster.run_dir.trainer_states
+    for iteration in (2, 3, 6):  # before the first trainer state, in the midst of it, and after others
         two_nodes(cluster, engine_urls, *settings, slow_s=1.0)
         begun = cluster.run_dir.trajectories("train", iteration)
         cluster.until(begun.is_dir, f"the beginning of iteration {iteration}", 120)
@@ -83,11 +84,14 @@ def test_nodes_killed_between_trainer_states_repeat_their_steps_and_end_with_the
             cluster.kill(rank)
             cluster.nodes[rank].wait()
         assert not cluster.run_dir.checkpoint(iteration).exists(), "the nodes were killed too late"
+        for document in states.glob("iteration_000002.*/state.json") if iteration == 3 else ():
+            document.unlink()  # as if they had been killed before it was written
+    assert [*states.glob("iteration_000003.*/state.json")], "it was saved in place of the one before"
 
     two_nodes(cluster, engine_urls, *settings)
     assert cluster.wait() == [0, 0], cluster.everything_said()
     repeated = re.findall(r"training again on iteration (\d)", trainers_said(cluster))
-    assert repeated == ["1", "3"]
+    assert repeated == ["1", "1", "2", "5"]
     assert farthest(cluster.run_dir.checkpoint(ITERATIONS), calm.run_dir.checkpoint(ITERATIONS)) < 1e-7
     assert result(cluster, ITERATIONS)["optimizer_step"] == result(calm, ITERATIONS)["optimizer_step"]
 
@@ -97,7 +101,6 @@ def test_nodes_killed_between_trainer_states_repeat_their_steps_and_end_with_the
     curve = dict(events(cluster.root)["loss"])
     assert set(curve) >= {3, 4, 5, 6, 7}, "from the last line before the kill on"
     assert curve == {n: pytest.approx(lines[n - 1]["loss"], abs=1e-6) for n in curve}
-    states = cluster.run_dir.trainer_states
     complete = sorted(path.parent.name[:16] for path in states.glob("*/state.json"))
     assert complete == ["iteration_000004", "iteration_000006"] and len(list(states.iterdir())) == 2
     kept = sorted(path.name for path in cluster.run_dir.checkpoints.glob("iteration_*"))

@@ -101,8 +101,8 @@ def load_function(name: str, *, make: bool = True, only_async: bool = False) -> 
 
 
 def _named_like(typed: str, module: Any, *, only_async: bool, classes: bool) -> str:
-    """Say which function (or class, with `classes`) of a module is spelled most like what was typed, else which
-    ones it has.
+    """Say which function of a module (or class, with `classes`) is spelled most like what was typed, else
+    which ones it has.
     """
     names = [
         name for name, value in vars(module).items()

@@ -38,13 +38,16 @@ class Tally:
         """Log or count a loss. `lost`: samples or groups. `subject`: which one. `cause`: the error with the
         traceback that explains it; None if no traceback does.
         """
+        text = str(reason)
+        if not type(reason).__module__.startswith("rollout."):  # ours say it all; of KeyError this is the key
+            text = f"{type(reason).__name__}: {text}"
         kind = f"{lost} {type(reason).__name__} {_DETAIL.sub('', str(reason))}"
         if kind not in self._first and len(self._first) >= MOST_KINDS:
             kind = f"{lost} others"
         if kind in self._first:
             self._again[kind] += 1
             return
-        self._first[kind] = f"{lost} were lost like this: {str(reason)[:MOST_CHARACTERS]}"
+        self._first[kind] = f"{lost} were lost like this: {text[:MOST_CHARACTERS]}"
         is_new = kind not in self._explained
         self._explained.add(kind)
         traceback = _users_traceback(cause) if is_new and cause else None
@@ -53,7 +56,7 @@ class Tally:
         self.log.log(
             logging.ERROR if is_new else logging.WARNING,
             "%s",
-            "\n".join([f"{subject}: {reason}", *notes]),
+            "\n".join([f"{subject}: {text}", *notes]),
             exc_info=traceback,
         )
 

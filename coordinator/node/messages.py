@@ -15,6 +15,8 @@ from coordinator.protocol.on_node_failure import failure_policy
 from coordinator.protocol.phase import Phase
 from coordinator.protocol.verdict import LOSSES, Event, Verdict
 from coordinator.protocol.watch import Watch
+from rollout.collect import AllGivenUp
+from rollout.rewards.reward import RewardError
 from rollout.storage.retry import WAITING, DirectoryCall, hangs
 
 QUIET_S = 5.0
@@ -88,7 +90,11 @@ class Messages:
     def failure(self, error: BaseException) -> str:
         """Return one line: rank, host, phase, iteration, and the error."""
         me = self._identity
-        return f"{me.name} ({me.host}) failed{self._position.where()}: {error}"
+        is_repeated = isinstance(error, AllGivenUp | RewardError)
+        mend = (
+            ". Mend the environment, the reward or the tasks first, or it fails again" if is_repeated else ""
+        )
+        return f"{me.name} ({me.host}) failed{self._position.where()}: {error}{mend}"
 
     def interrupted(self, name: str) -> str:
         """Return the message about a signal of this name."""

@@ -39,15 +39,15 @@ MOST_TURNS = 100
 
 
 def check(name: str, task: Task) -> None:
-    """Raise ValueError if a task is of another environment than `name`, or tells it nothing: one of a file has
-    no name of any, but what `reset` gets.
+    """Raise ValueError if a task is of another environment than `name`, or tells it nothing. One of a file
+    has no name, but what `reset` gets.
     """
     if task.get("gym", {}).get("name", name) != name:
         raise ValueError(f"it is not of {name}; give --tasks {SOURCE}{name}")
     if not {"gym", "seed", "options"} & task.keys():
         raise ValueError(
-            f"it has no `seed` and no `options` for reset, so it would be ignored; give --tasks {SOURCE}{name} "
-            "as well"
+            "it has no `seed` and no `options` for reset, so it would be ignored; give --tasks "
+            f"{SOURCE}{name} as well"
         )
 
 

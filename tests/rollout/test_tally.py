@@ -86,6 +86,19 @@ def test_groups_that_an_engine_refuses_are_one_line_without_a_traceback(
     assert counted.startswith("2 more groups were lost like this: a prompt of p0")
 
 
+@pytest.mark.parametrize(
+    ("error", "text"), [(SystemExit(3), "SystemExit: 3"), (KeyError("solution"), "KeyError: 'solution'")]
+)
+def test_group_that_the_users_code_has_lost_names_the_kind_of_error(
+    error: BaseException, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        raise error
+
+    run(FakeClient(), slots(1), environment=fails)
+    assert said(caplog)[0] == f"the group of task 't0' is given up: {text}"
+
+
 def test_losses_are_counted_although_the_collection_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
     stop = threading.Event()
 
@@ -117,7 +130,7 @@ def test_note_of_another_process_is_shown_without_frames_of_ours(caplog: pytest.
     error = CallFailed("TypeError: no")
     error.add_note('File "my_rewards.py", line 3, in score')
     Tally(log).note("samples", "slot 1 loses a sample", ValueError("no"), error)
-    assert said(caplog) == ['slot 1 loses a sample: no\nFile "my_rewards.py", line 3, in score']
+    assert said(caplog) == ['slot 1 loses a sample: ValueError: no\nFile "my_rewards.py", line 3, in score']
 
 
 def test_one_loss_is_counted_in_the_singular(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +138,7 @@ def test_one_loss_is_counted_in_the_singular(caplog: pytest.LogCaptureFixture) -
     for _ in range(2):
         tally.note("groups", "slot 1 is given up", ValueError("no"), None)
     tally.say_counts()
-    assert said(caplog)[-1] == "1 more group was lost like this: no"
+    assert said(caplog)[-1] == "1 more group was lost like this: ValueError: no"
     assert amount(1, "groups", "were") == "1 group was" and amount(2, "groups", "are") == "2 groups are"
 
 

@@ -17,6 +17,7 @@ from coordinator.protocol.verdict import Event, Verdict
 from coordinator.protocol.watch import Watch
 from coordinator.settings.loading import build
 from coordinator.settings.placement import Crew
+from rollout.collect import AllGivenUp
 from rollout.storage.retry import DirectoryCall, under_way
 from tests.coordinator.examples import record
 
@@ -125,6 +126,11 @@ def test_where_all_end_the_repair_is_to_start_all_again() -> None:
         "run --worker RANK --log-path '/shared/my runs' on each other machine"
     )
     assert messages().failure(ValueError("bad")) == "rank 0 (node-a) failed in training, iteration 7: bad"
+
+
+def test_failure_of_the_users_code_says_to_mend_it_before_resuming() -> None:
+    text = messages().failure(AllGivenUp("all 4 groups were given up, e.g. KeyError: 'solution'"))
+    assert text.endswith("'solution'. Mend the environment, the reward or the tasks first, or it fails again")
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,6 @@ class AgentSession:
         if parent and await policy.rewrites(messages, parent.episode.asked_ids):
             parent, known = None, 0
         turns = parent.episode.turns if parent else []
-        if parent and parent.episode.is_over:  # many agents go on until their own limit: again an empty reply
-            turns = turns[:-1]
         first, self._asked[digests[-1]] = self._asked[digests[-1]], self._asked[digests[-1]] + n
         names = [f"{digests[-1]}/{number}" for number in range(first, first + n)]
         nodes = [_Node(Episode(policy.derived(name), turns)) for name in names]

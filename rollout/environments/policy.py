@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from rollout.counter_rng import later
@@ -205,8 +206,8 @@ REPEATS = (
 )
 
 
-class EpisodeOver(RuntimeError):
-    """A conversation was asked for another turn after an empty one."""
+MOST_EMPTY_TURNS = 100
+"""A conversation has so many at its end: a loop of so many steps may go on, an endless one not."""
 
 
 class Episode:
@@ -232,9 +233,12 @@ class Episode:
         return asked_ids(self.token_ids, pictures, self._policy.placeholder)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the last turn is empty, as there was no room for it."""
-        return bool(self.turns) and not self.turns[-1].token_ids and self.turns[-1].finish_reason == "length"
+    def _empty_turns(self) -> int:
+        """How many turns at the end are empty, as there was no room for them."""
+        turns = reversed(self.turns)
+        return sum(
+            1 for _ in takewhile(lambda turn: not turn.token_ids and turn.finish_reason == "length", turns)
+        )
 
     @property
     def tokens_left(self) -> int:
@@ -257,12 +261,14 @@ class Episode:
         is empty and nothing is appended. So a conversation only has to stop at `length`. The same holds after
         a turn that has the token for a picture: behind it nobody could tell where the pictures are.
         Raises RequestRefused if the engine refuses the prompt or the chat template refuses the messages,
-        another EngineError if the engine fails, and EpisodeOver after an empty turn.
+        another EngineError if the engine fails, and RuntimeError after MOST_EMPTY_TURNS empty turns.
         """
-        if self.is_over:
-            raise EpisodeOver(
-                f"no turn can follow turn {len(self.turns) - 1} (no tokens are left): stop when "
-                "turn.finish_reason is 'length'"
+        if empty := self._empty_turns:
+            await asyncio.sleep(0)  # a loop that does not look lets others go on
+        if empty >= MOST_EMPTY_TURNS:
+            raise RuntimeError(
+                f"the last {empty} turns are empty, as no tokens are left: stop when turn.finish_reason is "
+                "'length'"
             )
         if not self.turns:
             (turn,) = await self._policy.generate(new, max_tokens=max_tokens, stop=stop, more=more)

@@ -11,7 +11,7 @@ import pytest
 from rollout import tally
 from rollout.engines.answers import EngineError, RequestRefused
 from rollout.engines.client import EngineClient
-from rollout.environments.policy import Episode, EpisodeOver, Policy
+from rollout.environments.policy import Episode, Policy
 from rollout.origin import Sampling
 from rollout.trajectory import Sample
 from tests.models import CONTEXT, EOS
@@ -132,14 +132,26 @@ def test_budget_is_of_all_turns_and_an_empty_turn_says_that_it_is_used_up() -> N
     assert text_of(sample) == "ugo.aone.uon.atwo.uon.ath" and sample.text == "th"
 
 
-def test_call_after_an_empty_turn_is_an_error_so_that_no_loop_goes_on_for_ever() -> None:
-    async def never_looks(episode: Episode) -> None:
-        while True:
-            await episode.generate(user("on"))
+def test_loop_that_never_looks_whether_there_are_tokens_left_lets_others_go_on_and_ends() -> None:
+    others: list[int] = []
 
-    message = "no turn can follow turn 2 .no tokens are left.: stop when turn.finish_reason is 'length'"
-    with pytest.raises(EpisodeOver, match=message):
+    async def goes_on() -> None:
+        while True:
+            await asyncio.sleep(0)
+            others.append(1)
+
+    async def never_looks(episode: Episode) -> None:
+        other = asyncio.create_task(goes_on())
+        try:
+            while True:
+                await episode.generate(user("on"))
+        finally:
+            other.cancel()
+
+    message = "the last 100 turns are empty, as no tokens are left: stop when turn.finish_reason is 'length'"
+    with pytest.raises(RuntimeError, match=message):
         play(ScriptedClient("one.", "two."), never_looks, max_tokens=8)
+    assert len(others) >= 100
 
 
 def test_conversation_that_outgrows_the_context_ends_at_length(

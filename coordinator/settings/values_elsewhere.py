@@ -175,7 +175,6 @@ _BY_VALUE = {
     "there is no such loss of pairs; nearest is trainer.algorithm=dpo": (
         "loss_type=hinge loss_type=robust loss_type=apo_zero loss_type=apo_down"
     ),
-    "leave it out: alpha is as it was": "use_rslora=false",
     "did you mean trainer.algorithm=gspo?": "loss_mode=gspo policy_loss_type=gspo ratio=gspo",
     "did you mean trainer.clip=soft?": "loss_mode=sapo",
     "there is none of its kind; trainer.entropy_target, too, keeps the policy's entropy": (
@@ -240,7 +239,7 @@ _BY_VALUE = {
         "filter_overlong_prompts=false use_icepop=false whiten_rewards=false normalize_advantages=false "
         "filter_zero_advantages=false save_strategy=no save_strategy=false offload_optimizer_device=none "
         "offload_param_device=none "
-        "fp16=false over_sample_rate=0 router_replay.mode=disabled "
+        "fp16=false over_sample_rate=0 use_rslora=false router_replay.mode=disabled "
         "multi_objective_aggregation=sum_then_normalize"
     ),
 }

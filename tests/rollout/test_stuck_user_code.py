@@ -99,12 +99,12 @@ def test_environment_that_never_lets_go_costs_its_group_only(
 
 
 def test_loop_that_is_late_because_the_process_was_suspended_is_not_interrupted() -> None:
-    with stuck_user_code.interrupting(60.0, "group_timeout_s") as say_free:
+    with stuck_user_code.interrupting(59.0, "group_timeout_s") as say_free:
         for _ in range(2):
             signal.raise_signal(signal.SIGALRM)  # as when the process goes on after a long stop
             say_free()
         signal.raise_signal(signal.SIGALRM)
-        with pytest.raises(TimeoutError, match="longer than group_timeout_s = 60"):
+        with pytest.raises(TimeoutError, match="longer than group_timeout_s = 59"):
             signal.raise_signal(signal.SIGALRM)
 
 
@@ -140,6 +140,22 @@ def test_code_that_blocks_the_event_loop_is_interrupted(where: str) -> None:
     assert "blocked the event loop for longer than group_timeout_s = 2" in " ".join(
         str(group.given_up) for group in groups
     )
+
+
+def test_line_that_blocks_the_event_loop_is_said_long_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stuck_user_code, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(stuck_user_code, "AGAIN_S", 0.1)
+
+    async def blocks(task: Task, policy: Any, sampling: Sampling) -> list[Sample]:
+        time.sleep(1.0)
+        return await single_turn(task, policy, sampling)
+
+    groups, _ = run(FakeClient(), slots(1), {"group_timeout_s": 60.0}, environment=blocks)
+    assert not groups[0].given_up
+    line = blocks.__code__.co_firstlineno + 1
+    assert f"{__file__}, line {line}, has blocked the event loop of all groups for" in caplog.text
 
 
 def test_call_on_the_directory_is_never_interrupted() -> None:

@@ -67,7 +67,6 @@ _NAMES = {
         "steps_per_generation rollout.batch_size"
     ),
     "rollout.temperature": "temp",
-    "rollout.top_p": "generation_kwargs",
     "rollout.stop": "stop_strings generation_kwargs.stop",
     "rollout.reward": "reward_fn reward_funcs",
     "rollout.environment": "env",

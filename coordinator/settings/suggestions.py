@@ -266,6 +266,8 @@ def answer(typed: str, values: Mapping[str, Any] = NONE) -> str | None:
         return of_default
     if pair_of(word) in ALIASES:  # closer than what holds for its whole section
         return None
+    if word == "generation_kwargs":
+        return "give each by its own name: rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop"
     if word == "dtype":
         return "did you mean trainer.compute_dtype and engine.args.dtype? (the trainer's, and vLLM's)"
     if word == "delta" and not isinstance(values.get(typed), bool):  # TRL's bound, no checkpoints.delta

@@ -28,7 +28,6 @@ _NOTES = {
     "what ends it, e.g. </think>": "reasoning_parser",
     "1 + theirs": "over_sample_rate",
     "a number of tokens for true": "partial_rollout_enable partial_rollout",
-    "each by its own name: rollout.top_k, rollout.min_p, rollout.stop, ...": "generation_kwargs",
     "hybrid, which shards within a node": "zpg",
     "in samples; rollout.tasks_per_iteration is that / rollout.samples_per_task": "batch_size",
     "in samples": "train.batch_size data.batch_size",
@@ -235,6 +234,7 @@ _BY_VALUE = {
     "leave it out; terminal and metrics.jsonl always get the metrics": (
         "report_to=none report_to=[] logger=console logger=['console']"
     ),
+    "there is always a limit: set rollout.dynamic_limit=100, say": "max_num_gen_batches=0",
     "leave it out": (
         "filter_overlong_prompts=false use_icepop=false whiten_rewards=false normalize_advantages=false "
         "filter_zero_advantages=false save_strategy=no save_strategy=false offload_optimizer_device=none "

@@ -367,7 +367,9 @@ def test_samples_of_a_microbatch_are_answered_with_tokens_and_those_of_a_step() 
         ("logpath", "/x", "give the directory of a run as --log-path /x"),
         ("max_model_lenn", 9, "did you mean engine.args.max_model_len=9?"),
         ("rollout_func", "a:b", "what makes a sample is an environment: --environment my_agent.py:FUNCTION"),
-        ("generation_kwargs", "x", "did you mean rollout.top_p? (each by its own name: rollout.top_k"),
+        ("generation_kwargs", "x", "give each by its own name: rollout.top_p"),
+        ("generation_kwargs.foo", 1, "run --dry-run shows all settings"),
+        ("filter_groups.max_num_gen_batches", 0, "there is always a limit: set rollout.dynamic_limit=100"),
         ("data.custom_cls.path", "d.py", "write the tasks into a file"),
         (
             "orchestrator.env.0.id",

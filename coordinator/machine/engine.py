@@ -283,8 +283,8 @@ class EngineHost:
         try:
             self._admin.wait_healthy(settings.start_timeout_s, alive)
         except EngineError as error:
-            said = last_words(self._child.tail) if self._child is not None else ""
-            raise EngineError(f"{error}{said}") from None
+            ending = last_words(self._child.tail) if self._child is not None else ""
+            raise EngineError(f"{error}{ending}") from None
         unnamed, self._unnamed = self._unnamed, None  # another thread may wait for the same start
         if unnamed is not None:
             self._admin.name_policy(unnamed.digest)

@@ -254,8 +254,8 @@ def fewest_gpus(weights_bytes: float, heads: tuple[int, int], gpus: int, gpu_byt
     return next((n for n in sizes if weights_bytes <= n * WEIGHTS_SHARE * gpu_bytes), max(sizes, default=1))
 
 
-def _on_cpu(given: Mapping[str, Any]) -> dict[str, Any]:
-    replaced = {"kv-cache-memory-bytes"} if "gpu-memory-utilization" in given else set[str]()
+def _on_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    replaced = {"kv-cache-memory-bytes"} if "gpu-memory-utilization" in arguments else set[str]()
     return {name: value for name, value in ON_CPU.items() if name not in replaced}
 
 

@@ -78,7 +78,9 @@ def run(
         assert cluster.wait(LONGEST_S) == [0], cluster.everything_said()
     finally:
         cluster.close()
-    assert all(line["loss"] is not None and line["kl_engine"] < 1e-5 for line in cluster.metrics())
+    # Answers of so small a model are at times worth the same, and nothing is measured without a step.
+    measured = [line["kl_engine"] for line in cluster.metrics() if line["loss"] is not None]
+    assert measured and max(measured) < 1e-5
     return cluster
 
 

@@ -172,6 +172,8 @@ def _look_at_engine(settings: RunSettings, model: Path | None, tasks: RunTasks |
         log.warning("a start on this machine would be refused: %s", error)
     if not generates or model is None or any(absent):
         return
+    if settings.engine.args:
+        print("asking the engine about engine.args: up to half a minute", file=sys.stderr, flush=True)
     if reason := engine_here.refusal(model):
         raise SettingsError(f"engine.args: vLLM refuses them: {reason}")
 
